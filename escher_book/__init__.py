@@ -1,0 +1,1 @@
+"""Shows and drives: the command line, the notebook runner, tables, charts and the book."""

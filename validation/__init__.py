@@ -1,0 +1,1 @@
+"""Judges records: rates, roofs, bases, and later verdicts. Reads records only; never imports torch."""
