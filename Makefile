@@ -1,0 +1,55 @@
+# Every flag --x-y of the command line is make's X_Y=. A flag is passed only when its variable is set.
+# One line a recipe and relative paths only: the repository's own path may hold spaces.
+PYTHON ?= python3
+SHELL = /bin/sh
+.DEFAULT_GOAL := help
+
+quote = '$(subst ','\'',$(1))'
+flag  = $(if $($(1)), --$(2) $(call quote,$($(1))))
+
+SET_UP = $(call quote,$(PYTHON)) escher_book/setup_env.py$(call flag,DEVICE,device)$(call flag,TORCH_INDEX_URL,torch-index-url)
+IN_ENV = $(SET_UP) --
+MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)
+
+.PHONY: help book run report lab sample test test-all env clean distclean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | awk -F' [|] ' '{printf "%-16s %s\n", $$1, $$2}'
+	@echo
+	@echo "  Variables, each the command line's flag of that name:"
+	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET= WORKLOAD= RESULTS_DIR="
+	@echo "  report           RUN= RESULTS_DIR="
+	@echo "  any              PYTHON= (makes the environment)  TORCH_INDEX_URL= (a mirror to take torch from)"
+	@echo "  e.g. make book TARGET=mi355x"
+
+book:  ## measure, judge and build the HTML book
+	@$(IN_ENV) escher book$(MEASURE)
+
+run:  ## measure only: records in RESULTS_DIR
+	@$(IN_ENV) escher run$(MEASURE)
+
+report:  ## build the pages again from the records of RUN
+	@$(IN_ENV) escher report$(call flag,RUN,run)$(call flag,RESULTS_DIR,results-dir)
+
+lab:  ## open the notebooks in JupyterLab
+	@$(IN_ENV) jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
+
+sample:  ## make the committed sample runs again
+	@$(IN_ENV) python tests/make_sample.py
+
+test:  ## the fast tests
+	@$(IN_ENV) python -m pytest
+
+test-all:  ## ruff and every test: runs notebooks, builds the book, drives a browser
+	@$(IN_ENV) ruff check
+	@$(IN_ENV) python -m pytest -m ""
+
+env:  ## create the environment .venv-<device>, or bring it up to date
+	@$(SET_UP)
+
+clean:  ## remove caches; keeps results and environments
+	rm -rf build escher.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . \( -name '.venv-*' -o -name .git -o -path ./results \) -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environments too; keeps results
+	rm -rf .venv-*

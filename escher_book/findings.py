@@ -1,0 +1,245 @@
+"""Sentences with numbers. Every one is computed from records: change a record and the sentence changes or goes."""
+
+from __future__ import annotations
+
+import html
+
+from escher_book.tables import GIGA, TERA, clock, interval, number, percent, size, value
+from validation import derive
+from validation.derive import LoadedRun
+
+
+class Text:
+    """Markdown that a notebook shows and the book renders."""
+
+    def __init__(self, *paragraphs: str | None):
+        self.markdown = "\n\n".join(p for p in paragraphs if p)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+
+def device_name(run: LoadedRun) -> str:
+    """What was measured, as a person calls it."""
+    found = run.found
+    if found.kind == "cpu":
+        return "CPU host"
+    name = run.selection.found_profile.name if run.selection.found_profile else (found.raw_name or "unknown device")
+    return f"{found.count} x {name}" if found.count > 1 else name
+
+
+def memory_name(run: LoadedRun) -> str:
+    """HBM where the device found is known to have it, else plain memory."""
+    profile = run.selection.found_profile
+    return "HBM" if profile and (profile.memory_type or "").upper().startswith("HBM") else "Memory"
+
+
+def title(family: str, run: LoadedRun) -> str:
+    """The page's heading for the device that was measured."""
+    where = device_name(run)
+    dtype = derive.compute(run).dtype.upper() if "compute" in run.files else "BF16"
+    return {
+        "environment": f"Environment: {where}",
+        "compute": f"{dtype} GEMM: {where}",
+        "bandwidth": f"{memory_name(run)} bandwidth: {where}",
+    }[family]
+
+
+def banners(run: LoadedRun) -> list[tuple[str, str]]:
+    """What every page must say about itself."""
+    out = []
+    if run.selection.profile and not run.selection.same_device:
+        out.append((
+            "warning",
+            f"The target is {run.selection.profile.name}, but this run measured {device_name(run)} "
+            f"({run.found.raw_name}). Rated and theory values are the target's, measured values are this device's; "
+            f"the two are never divided by one another.",
+        ))  # fmt: skip
+    if run.selection.profile is None:
+        out.append(("warning", f"No rated basis: {run.selection.reason}"))
+    if run.found.note:
+        out.append(("danger", run.found.note))
+    return out
+
+
+def provenance(run: LoadedRun) -> str:
+    """One line below every title: the run, its workload and its rules."""
+    spec, settings = run.info["workload"], run.info["settings"]
+    derived = f" derived from {spec['derived_from']}" if spec.get("derived_from") else ""
+    return (
+        f"Run {run.info['run_id']}, {run.info['created_utc']}. Workload {spec['name']}{derived}: depth {spec['depth']}, "
+        f"{spec['query_tokens']} query and {spec['window_tokens']} cached tokens. Budget {settings['budget']}, "
+        f"method {run.info['method']}."
+    )
+
+
+def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale: float, unit: str) -> str:
+    out = []
+    for basis in bases:
+        if (share := basis.frac(estimate)) is not None:
+            out.append(f"That is {percent(share)} of the {basis.label}, {number(basis.rate / scale, 4)} {unit}.")
+        elif basis.rate:
+            out.append(
+                f"{basis.label} is {number(basis.rate / scale, 4)} {unit}; no share is given, because "
+                f"another device was measured."
+            )
+        else:
+            out.append(f"No share of the {basis.label}: {basis.reason}.")
+    return " ".join(out)
+
+
+def _steadiness(anchors: list[derive.Anchor], converged: bool, estimate: derive.Estimate) -> str:
+    moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
+    half = f"half-width {number(estimate.half_width * 100, 2)} %"
+    out = f"The roof has converged ({half})." if converged else f"The roof has **not converged** ({half}; 1 % is wanted)."
+    if moved:
+        return f"{out} **Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed this family."
+    return f"{out} The anchors were steady meanwhile."
+
+
+def compute(run: LoadedRun) -> Text:
+    """The compute roof, where it comes from, and how far to trust it."""
+    c = derive.compute(run)
+    if c is None:
+        return Text("This family was not measured.")
+    if not (c.roof and c.roof.flop_s):
+        why = c.roof.skipped if c.roof and c.roof.skipped else "no candidate of the search gave a right and timed result"
+        return Text(f"**No compute roof:** {why}.")
+    roof, p = c.roof, c.roof.params
+    head = (
+        f"**Compute roof: {value(roof.flop_s, TERA)} TFLOP/s** ({interval(roof.flop_s, TERA)}) {c.dtype.upper()}, from the "
+        f"GEMM {p['m']} x {p['n']} x {p['k']} {p['layout']}, measured afresh after a search over {p['searched']} shapes. "
+        + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
+    )
+    square = None
+    if c.best_square:
+        share = c.best_square.flop_s.median / roof.flop_s.median
+        square = (
+            f"The best square, {c.best_square.params['m']}, reaches {value(c.best_square.flop_s, TERA)} TFLOP/s, "
+            f"{number(share * 100)} % of the roof."
+        )
+    wrong = [r.case for r in [*c.rows, *c.search] if r.wrong]
+    verdict = f"**Wrong results, shown without a time: {', '.join(wrong)}.**" if wrong else (
+        "Every result was right within its bound before it was timed.")  # fmt: skip
+    hot = [r for r in [*c.rows, *c.search] if r.flop_s and r.flop_s.lo > roof.flop_s.hi]
+    above = None
+    if hot:
+        best = max(hot, key=lambda r: r.flop_s.median)
+        above = (
+            f"{len(hot)} rows lie above the roof, the highest {best.case} at {value(best.flop_s, TERA)} TFLOP/s: the "
+            f"machine was faster then than while the roof was measured."
+        )
+    return Text(head, _steadiness(c.anchors, c.converged, roof.time_s), square, above, verdict)
+
+
+def bandwidth(run: LoadedRun) -> Text:
+    """The bandwidth roof, and how far to trust it."""
+    b = derive.bandwidth(run)
+    if b is None:
+        return Text("This family was not measured.")
+    if b.roof is None:
+        return Text(f"**No bandwidth roof:** {b.skipped or 'no plateau size gave a right and timed copy'}.")
+    roof = b.roof
+    head = (
+        f"**Bandwidth roof: {value(roof.bytes_s, GIGA)} GB/s** ({interval(roof.bytes_s, GIGA)}), the plateau of copy "
+        f"(one stream read, one written) over buffers of {', '.join(size(s) for s in roof.sizes)}. "
+        + _basis_sentence(b.bases, roof.bytes_s, GIGA, "GB/s")
+    )
+    wrong = [r.case for r in [*b.rows, *b.cache_curve] if r.wrong]
+    verdict = f"**Wrong results, shown without a time: {', '.join(wrong)}.**" if wrong else (
+        "Every result was right before it was timed.")  # fmt: skip
+    return Text(head, _steadiness(b.anchors, b.converged, roof.bytes_s), copies_sentence(b), verdict)
+
+
+def copies_sentence(b: derive.Bandwidth) -> str | None:
+    """CPU: torch's copy against C, and what write-allocate does to the count."""
+    skipped = next((r.skipped for r in b.pairs if r.skipped), None)
+    if skipped:
+        return f"No comparison with a C copy: {skipped}."
+    plain, streaming = b.speedup.get("plain"), b.speedup.get("streaming")
+    if not (plain and streaming):
+        return None
+    rate = next(r for r in b.pairs if r.case == "stream.streaming").bytes_s
+    return (
+        f"Interleaved with a plain C STREAM copy of the same buffers, torch's copy runs at {value(plain)} times its rate "
+        f"({interval(plain)}). A C copy with streaming stores counts {value(rate, GIGA)} GB/s: torch runs at "
+        f"{value(streaming)} times that ({interval(streaming)}). An ordinary store first reads the line it is about to "
+        f"write, so plain copy moves three streams where two are counted; streaming stores skip that read."
+    )
+
+
+def probe(run: LoadedRun) -> Text:
+    """CPU: what the probe says of the peak, against what the names promise."""
+    c = derive.compute(run)
+    if run.kind != "cpu" or c is None:
+        return Text("A GPU's peak is its vendor's dense figure; nothing is probed.")
+    if not c.probes:
+        return Text(f"**The peak was not probed:** {c.probe_skipped or 'no instruction of this CPU is known'}.")
+    best = c.probes[0]
+    nominal = (run.env or {}).get("nominal") or {}
+    text = (
+        f"The fastest instruction, {best.name}, reaches {number(best.best_flop_s / TERA)} TFLOP/s on {best.threads} threads"
+    )
+    if c.clock_hz:
+        per_clock = best.best_flop_s / best.threads / c.clock_hz
+        text += f", {number(per_clock)} FLOP a clock a thread at the probed clock of {clock(c.clock_hz)}."
+        expected = nominal.get("bf16")
+        if expected:
+            promised = expected * best.threads * c.clock_hz
+            text += (
+                f" The nominal peak of {nominal['uarch']} is {expected} FLOP a clock a core, "
+                f"{number(promised / TERA)} TFLOP/s at that clock; the probe reaches "
+                f"{number(best.best_flop_s / promised * 100)} % of it."
+            )
+    else:
+        text += f". The clock is unknown: {c.clock_note}."
+    printed = ((run.env or {}).get("host", {}).get("cpu", {}) or {}).get("printed_hz")
+    if printed and c.clock_hz:
+        text += f" /proc/cpuinfo prints {clock(printed)}, which on a virtual machine is not the running clock."
+    return Text(text)
+
+
+def environment(run: LoadedRun) -> Text:
+    """What could spoil the numbers, first."""
+    rows = (run.env or {}).get("checks", [])
+    bad = [r for r in rows if r["ok"] is False]
+    unknown = [r["check"] for r in rows if r["ok"] is None]
+    lines = [f"- **{r['check']}**: found {r['found']}, wanted {r['wanted']}; {r['why']}. Mend: {r['mend']}." for r in bad]
+    head = f"**{len(bad)} of {len(rows)} checks do not hold:**" if bad else f"All {len(rows) - len(unknown)} checks hold."
+    return Text(head, "\n".join(lines), f"Cannot be told here: {', '.join(unknown)}." if unknown else None)
+
+
+def cards(run: LoadedRun) -> str:
+    """The headline numbers as HTML cards for the landing page; a family without one says why."""
+
+    def card(label: str, big: str, unit: str, interval_text: str, basis: str) -> str:
+        parts = {"label": label, "value": big, "interval": interval_text, "basis": basis}
+        inner = "".join(
+            f'<p class="{k}">{html.escape(v)}{f"<span class=unit> {unit}</span>" if k == "value" and unit else ""}</p>'
+            for k, v in parts.items()
+            if v
+        )
+        return f'<div class="headline-card">{inner}</div>'
+
+    def basis_line(bases: list[derive.Basis], estimate: derive.Estimate, scale: float, unit: str) -> str:
+        for basis in bases:
+            if (share := basis.frac(estimate)) is not None:
+                return f"{percent(share)} of {basis.label}, {number(basis.rate / scale, 4)} {unit}"
+        return "; ".join(f"no share of the {b.label}" for b in bases if not b.rate) or "no share: another device's target"
+
+    out = []
+    c, b = derive.compute(run), derive.bandwidth(run)
+    if c and c.roof and c.roof.flop_s:
+        out.append(card(f"Compute roof, {c.dtype.upper()} GEMM", value(c.roof.flop_s, TERA), "TFLOP/s",
+                        f"interval {interval(c.roof.flop_s, TERA)}", basis_line(c.bases, c.roof.flop_s, TERA, "TFLOP/s")))
+    else:
+        out.append(card("Compute roof", "–", "", "", "not measured in this run"))
+    if b and b.roof:
+        out.append(card(f"{memory_name(run)} bandwidth roof, copy", value(b.roof.bytes_s, GIGA), "GB/s",
+                        f"interval {interval(b.roof.bytes_s, GIGA)}", basis_line(b.bases, b.roof.bytes_s, GIGA, "GB/s")))
+    else:
+        out.append(card("Bandwidth roof", "–", "", "", "not measured in this run"))
+    if c and b and c.roof and c.roof.flop_s and b.roof:
+        ridge = c.roof.flop_s.median / b.roof.bytes_s.median
+        out.append(card("Ridge", number(ridge), "FLOP/B", "", "compute roof over bandwidth roof, both measured"))
+    return f'<div class="headline">{"".join(out)}</div>'  # fmt: skip

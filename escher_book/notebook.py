@@ -1,0 +1,59 @@
+"""What a notebook's collect cell calls: measure the family, or read what is there, and hand the run to the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from escher_book import vega
+from escher_kernels import run
+from validation import derive
+
+EXPECT = "ESCHER_EXPECT"  # set by the runner: the interpreter and torch version that the kernel must have
+
+
+class WrongKernel(RuntimeError):
+    """The kernel is another environment's."""
+
+
+def torch_version() -> str | None:
+    """Version of the torch distribution of this environment, without importing it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_kernel() -> None:
+    """Raise WrongKernel if the runner named an interpreter or a torch that this kernel does not have."""
+    expected = json.loads(os.environ.get(EXPECT, "{}"))
+    for what, found in (("interpreter", sys.executable), ("torch", torch_version())):
+        if what in expected and expected[what] != found:
+            raise WrongKernel(
+                f"this notebook runs on the {what} {found}, the runner's is {expected[what]}: a foreign kernelspec "
+                f"named python3 was used; remove it (jupyter kernelspec list) or run from the environment itself"
+            )
+
+
+def collect(
+    family: str, run_dir: str, replay: bool, settings: dict[str, Any], profile: dict[str, Any] | None
+) -> derive.LoadedRun:
+    """Measure `family` into `run_dir`, or with `replay` measure nothing; then read the run.
+
+    Without `run_dir` (a person in JupyterLab) a new run is made below results/.
+    """
+    vega.enable()
+    check_kernel()
+    chosen = run.Settings.from_json(settings)
+    if not run_dir:
+        from escher_book import runner
+
+        run_dir = str(runner.new_run(runner.results_root(None), chosen, [family], runner.plan(chosen)))
+        print(f"a new run: {run_dir}", file=sys.stderr)
+    if not replay:
+        run.measure_family(family, Path(run_dir), chosen, profile)
+    return derive.load(Path(run_dir))

@@ -1,0 +1,168 @@
+"""From the raw part of a run to its book: replay the notebooks, write tables and plots, stage, build.
+
+Nothing here measures, and nothing needs torch: a run can be copied to another machine and its book built there.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from escher_book import charts, findings, runner, stage, tables, vega
+from escher_book.runner import Console, Outcome, RunError
+from escher_kernels import targets
+from escher_kernels.records import RecordError, write_bytes_atomic, write_text_atomic
+from escher_kernels.run import ROOT, Settings
+from validation import derive
+from validation.derive import LoadedRun
+
+REPLAY_TIMEOUT_S = 300
+ENDED = {
+    "failed": "This notebook failed",
+    "timeout": "This notebook ran out of time",
+    "died": "This notebook's kernel died",
+    "interrupted": "This notebook was interrupted",
+}
+
+
+def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None) -> stage.BuildResult:
+    """Build the pages of a run into run_dir/site/. `executed`: families whose notebook was just executed and is whole.
+
+    Raises RunError, RecordError, ConfigError or BookError, each one line.
+    """
+    try:
+        settings = Settings.from_json(derive.records.read_json(run_dir / "run.json")["settings"])
+    except RecordError:
+        derive.load(run_dir)  # says in one line what is missing
+        raise
+    except (KeyError, TypeError, ValueError) as exc:
+        raise RunError(f"{run_dir / 'run.json'}: settings cannot be used: {exc}") from None
+    run = derive.load(run_dir, targets.load_config(settings.report_config))
+    console("building the book")
+    replayed: dict[str, Outcome] = {}
+    with runner.private_kernel(run_dir):
+        for family in runner.families():
+            if family in run.files and not (executed or {}).get(family):
+                replayed[family] = runner.execute(run_dir, family, True, settings, None, console, REPLAY_TIMEOUT_S)
+    write_tables(run)
+    write_plots(run)
+    meta = stage.BookMeta(
+        title=run.config["project"]["title"],
+        run_id=run.info["run_id"],
+        author=run.config["project"]["author"],
+        watermark="SYNTHETIC" if run.synthetic else "",
+        watermark_note="Synthetic run: generated numbers, nothing was measured." if run.synthetic else "",
+    )
+    generated = {"intro.md": landing(run), "glossary.md": glossary(run.config)}
+    stage.stage(run_dir, ROOT, run_dir / "book", pages(run, replayed), meta, generated)
+    return stage.build(run_dir / "book", run_dir / "site")
+
+
+def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageInfo]:
+    """What each family's page shows, says of itself, or why it is missing."""
+    out = {}
+    for family, source in runner.families().items():
+        ended = run.status.get(family, {})
+        replay = replayed.get(family)
+        banner = [("note", findings.provenance(run)), *findings.banners(run)]
+        if ended.get("status", "ok") != "ok":
+            kept = len(run.records(family))
+            banner.append((
+                "danger", f"{ENDED.get(ended['status'], ended['status'])}: {ended.get('message', '')}. "
+                f"{kept} records were kept; the page shows what they hold.",
+            ))  # fmt: skip
+        if replay and not replay.ok:
+            banner.append(("danger", f"This page could not be made from its records: {replay.message}"))
+        if family in run.files and run.files[family].truncated:
+            banner.append(("warning", "The last record was cut off in the middle of writing and is left out."))
+        executed = run.directory / "notebooks" / source.name
+        shown = executed if family in run.files and executed.is_file() else None
+        reason = ""
+        if shown is None:
+            reason = ended.get("message") or "this family was not chosen for this run"
+        out[source.stem] = stage.PageInfo(
+            notebook=shown,
+            title=findings.title(family, run),
+            banner=banner,
+            reason=reason,
+            command="" if shown else f"make book FAMILIES={family}",
+        )
+    return out
+
+
+def write_tables(run: LoadedRun) -> None:
+    """tables/<name>.csv: the rows of every table in base units."""
+    for family, builders in tables.BY_FAMILY.items():
+        if family not in run.files and family != "environment":
+            continue
+        for build in builders:
+            table = build(run)
+            names = list(dict.fromkeys(key for row in table.raw for key in row))
+            text = io.StringIO()
+            writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table.raw)
+            write_text_atomic(run.directory / "tables" / f"{table.name}.csv", text.getvalue())
+
+
+def write_plots(run: LoadedRun) -> None:
+    """plots/<id>.svg and .png of every chart that has something to show."""
+    for family, builders in charts.BY_FAMILY.items():
+        if family not in run.files:
+            continue
+        for name, build in builders.items():
+            chart = build(run)
+            if isinstance(chart, findings.Text):
+                continue
+            spec = chart.to_dict()
+            write_text_atomic(run.directory / "plots" / f"{name}.svg", vega.svg(spec))
+            write_bytes_atomic(run.directory / "plots" / f"{name}.png", vega.png(spec))
+
+
+def landing(run: LoadedRun) -> str:
+    """The book's first page: what machine, the headline numbers, how each family ended."""
+    lines = [f"# {stage.escape(findings.device_name(run))}", "", stage.escape(run.config["project"]["subtitle"]) + ".", ""]
+    for kind, text in findings.banners(run):
+        lines += [stage.admonition(kind, text), ""]
+    lines += [findings.cards(run), "", stage.escape(findings.provenance(run)), "", "## How each family ended", ""]
+    lines += [family_table(run), "", "## The machine", "", tables.machine(run).to_html(), "", "## How to read this book", ""]
+    lines += [READ_ME_FIRST]
+    return "\n".join(lines) + "\n"
+
+
+READ_ME_FIRST = """\
+Every number is the median of block medians; the interval behind it holds the true median with at least 95 %
+probability if it has six blocks. A rate is work over time, and the work is stated: see the
+[methodology](notebooks/methodology.md). A percentage always names what it is a share of. NOISY marks what other work
+disturbed; nothing is dropped. Terms are in the [glossary](glossary.md).
+"""
+
+
+def family_table(run: LoadedRun) -> str:
+    pills = {"ok": "pass", "not run": "skip"}
+    rows = []
+    for family, source in runner.families().items():
+        ended = run.status.get(family, {})
+        status = ended.get("status") or ("ok" if family in run.files else "not run")
+        records = len(run.records(family))
+        rows.append(
+            f'<tr><td><a href="notebooks/{source.stem}.html">{html.escape(findings.title(family, run))}</a></td>'
+            f'<td><span class="pill {pills.get(status, "fail")}">{html.escape(status)}</span></td>'
+            f'<td class="num">{records:,}</td><td class="num">{tables.seconds(ended.get("seconds"))}</td>'
+            f"<td>{html.escape(ended.get('message', ''))}</td></tr>"
+        )
+    head = '<tr><th>page</th><th>ended</th><th class="num">records</th><th class="num">time</th><th>why</th></tr>'
+    return (
+        f'<div class="escher-scroll"><table class="escher"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+def glossary(config: targets.Config) -> str:
+    """The glossary page from the configuration."""
+    lines = ["# Glossary", ""]
+    for term in sorted(config["glossary"], key=str.casefold):
+        lines += [stage.escape(term), f": {stage.escape(config['glossary'][term])}", ""]
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""`python -m escher_kernels FAMILY --run DIR` measures one family; `... plan` prints what it would use.
+
+The same code as the notebooks call, without papermill or a book: for torchrun, and for machines with torch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from escher_kernels import run, targets, workload
+from escher_kernels.records import RecordError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m escher_kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("family", choices=[*run.NUMBERS, "plan"])
+    parser.add_argument("--run", type=Path, help="directory the records go to")
+    for f in dataclasses.fields(run.Settings):
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default)
+    arguments = vars(parser.parse_args(argv))
+    family, run_dir = arguments.pop("family"), arguments.pop("run")
+    try:
+        settings = run.Settings.from_json(arguments)
+        if family == "plan":
+            chosen = run.plan(settings)
+            print(json.dumps(chosen.to_json()))
+            return 0
+        if run_dir is None:
+            raise ValueError("--run DIR is missing: where shall the records go?")
+        print(run.measure_family(family, run_dir, settings))
+    except (RecordError, targets.ConfigError, targets.TargetError, targets.DeviceError, workload.WorkloadError,
+            ValueError) as exc:  # fmt: skip
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Family 2, bandwidth: how fast can this device move memory?
+
+Copy reads one stream and writes one; add and triad read two and write one; sum reads, fill writes. Declared bytes are
+those streams, each once, with no credit for caches and none for write-allocate. The bandwidth roof is the plateau of
+copy: its three largest sizes, fixed before anything is timed, each far larger than the last-level caches together.
+Traps this module avoids: smaller buffers rotate through a set larger than four times the summed last-level caches, so
+that every call finds them cold (never a flush inside the timed region); the cache curve is warm on purpose and says so;
+first touch is parallel, with the same split over threads as the copy.
+On a CPU an ordinary store first reads the line it writes (write-allocate), so plain copy moves three streams for two
+counted; streaming stores avoid that. The same copy is therefore run in C with plain and with streaming stores,
+interleaved with torch's. Outside tools that agree: STREAM, BabelStream, likwid-bench, nvbandwidth, rocm-bandwidth-test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from escher_kernels import native
+from escher_kernels.timing import Case, Machine, Prepared, Session, normal
+from escher_kernels.workload import Spec
+
+ELEMENT_BYTES = 4  # fp32, as in STREAM's single-precision variants: bf16 arithmetic would be conversion-bound on a CPU
+SCALAR = 0.40625  # exact in fp32
+MIB = 2**20
+COLD_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Op:
+    """Streams an operation reads and writes, and what it computes on views (a, b, c)."""
+
+    reads: int
+    writes: int
+    run: Callable[[Any, Any, Any, Any], Any]  # (torch, a, b, c)
+    expect: Callable[[Any, Any], Any] | None  # (a, b) in float64 -> what c must hold; None: judged apart
+    exact: bool = False
+
+
+OPS = {
+    "copy": Op(1, 1, lambda t, a, b, c: c.copy_(a), lambda a, b: a, exact=True),
+    "mul": Op(1, 1, lambda t, a, b, c: t.mul(a, SCALAR, out=c), lambda a, b: a * SCALAR),
+    "add": Op(2, 1, lambda t, a, b, c: t.add(a, b, out=c), lambda a, b: a + b),
+    "triad": Op(2, 1, lambda t, a, b, c: t.add(a, b, alpha=SCALAR, out=c), lambda a, b: a + SCALAR * b),
+    "sum": Op(1, 0, lambda t, a, b, c: t.sum(a, dim=0, out=c[0]), None),
+    "fill": Op(0, 1, lambda t, a, b, c: c.fill_(SCALAR), lambda a, b: a * 0 + SCALAR, exact=True),
+}
+
+
+def plateau_sizes(kind: str, memory_bytes: int, llc_bytes: int) -> list[int]:
+    """Bytes of one buffer at the three plateau points.
+
+    GPU: 1/16, 1/12 and 1/8 of the device's memory. CPU: 256, 384 and 512 MiB, scaled up together where the largest
+    would be under four times the summed last-level caches.
+    """
+    if kind == "gpu":
+        sizes = [memory_bytes // n for n in (16, 12, 8)]
+    else:
+        largest = max(512 * MIB, COLD_FACTOR * llc_bytes)
+        sizes = [largest // 2, largest * 3 // 4, largest]
+    return [s // MIB * MIB for s in sizes]
+
+
+def size_name(size: int) -> str:
+    return f"{size // MIB}MiB" if size >= MIB else f"{size // 1024}KiB"
+
+
+def case(op: str, size: int, cache: str = "cold", **params: Any) -> Case:
+    """Copy, add, ... of buffers of `size` bytes each."""
+    return Case(
+        f"{'cache' if cache == 'warm' else op}.{size_name(size)}",
+        {"op": op, "buffer_bytes": size, "dtype": "fp32", **params},
+        bytes_moved=(OPS[op].reads + OPS[op].writes) * size,
+        cache=cache,
+    )
+
+
+def cases(kind: str, memory_bytes: int, llc_bytes: int, quick: bool = False) -> list[Case]:
+    """All rows: every op at the plateau sizes, copy below them (cold), and the cache curve (copy, warm)."""
+    plateau = plateau_sizes(kind, memory_bytes, llc_bytes)
+    out = [case(op, size, plateau=True) for size in plateau for op in OPS]
+    size = 4 * MIB
+    while size < plateau[0]:
+        out.append(case("copy", size))
+        size *= 8 if quick else 4
+    size = 128 * 1024
+    while size <= plateau[-1]:
+        out.append(case("copy", size, cache="warm"))
+        size *= 8 if quick else 2
+    return out
+
+
+def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
+    """Judge an output against float64 on 2^20 elements of its head, middle and tail; no element may be NaN.
+
+    Copy is exact; else |got - want| <= 2^-23 (|a| + |b|), one rounding of each operand and one of the result.
+    """
+    part_length = min(len(c), 2**20 // 3)
+    ratio = 0.0
+    for start in (0, (len(c) - part_length) // 2, len(c) - part_length):
+        x, y, got = (t[start : start + part_length].double() for t in (a, b, c))
+        miss = (got - OPS[op].expect(x, y)).abs()
+        allowed = miss * 0 if OPS[op].exact else 2.0**-23 * (x.abs() + y.abs()) + 2.0**-126
+        worst = float(torch.where(miss > 0, miss / allowed, miss).max())
+        ratio = math.inf if math.isnan(worst) else max(ratio, worst)
+    if bool(torch.isnan(c.sum())):
+        ratio = math.inf
+    return verdict(ratio, 3 * part_length)
+
+
+def sum_error(got: float, want: float, scale: float, elements: int) -> dict[str, Any]:
+    """|got - want| <= 64 x 2^-24 sum|a|: a summation in blocks (Higham, Accuracy and Stability, 2nd ed., 4.2)."""
+    ratio = abs(got - want) / (64 * 2.0**-24 * scale)
+    return verdict(math.inf if math.isnan(ratio) else ratio, elements)
+
+
+def verdict(ratio: float, elements: int) -> dict[str, Any]:
+    return {
+        "check": "float64",
+        "elements_checked": elements,
+        "elementwise_ratio": ratio if math.isfinite(ratio) else None,
+        "ok": ratio <= 1,
+    }
+
+
+class Buffers:
+    """Three buffers of the largest size; every case works on views, rotated where it must find them cold."""
+
+    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int):
+        self.torch, self.llc_bytes = torch, llc_bytes
+        self.a, self.b, self.c = (normal(torch, size // ELEMENT_BYTES, torch.float32, device) for _ in range(3))
+        self._sums: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def sum_of(self, a: Any) -> tuple[float, float]:
+        """Sum and sum of magnitudes in float64; `a` is a view of an operand that nothing writes to."""
+        key = (a.data_ptr(), len(a))
+        if key not in self._sums:
+            plain = magnitude = 0.0
+            for part in a.split(2**24):
+                wide = part.double()
+                plain, magnitude = plain + float(wide.sum()), magnitude + float(wide.abs_().sum())
+            self._sums[key] = (plain, magnitude)
+        return self._sums[key]
+
+    def views(self, item: Case) -> list[tuple[Any, Any, Any]]:
+        """Operand sets a case rotates through: one where it runs warm, else enough to outgrow the caches."""
+        elements = item.params["buffer_bytes"] // ELEMENT_BYTES
+        available = len(self.a) // elements
+        op = OPS[item.params["op"]]
+        streams = max(1, op.reads + op.writes)
+        wanted = 1 if item.cache == "warm" else math.ceil(COLD_FACTOR * self.llc_bytes / (streams * elements * 4)) + 1
+        return [
+            tuple(x[i * elements : (i + 1) * elements] for x in (self.a, self.b, self.c))
+            for i in range(min(available, max(1, wanted)))
+        ]
+
+    def prepare(self, item: Case) -> Prepared:
+        if item.skipped:
+            return Prepared(item)
+        torch, sets, op = self.torch, self.views(item), item.params["op"]
+        run, count = OPS[op].run, len(sets)
+        outputs = [c[0:1] if op == "sum" else c for _, _, c in sets]
+
+        def call(turn: int) -> Any:
+            return run(torch, *sets[turn % count])
+
+        def poison() -> None:
+            for c in outputs:
+                c.fill_(math.nan)
+
+        def check(turn: int, _: bool) -> dict[str, Any]:
+            a, b, c = sets[turn % count]
+            if op == "sum":
+                return sum_error(float(c[0]), *self.sum_of(a), len(a))
+            return error(torch, op, a, b, c)
+
+        case = replace(item, params={**item.params, "operand_sets": count})
+        return Prepared(case, call=call, poison=poison, check=check, backend=f"torch {op}")
+
+
+def pairs(buffers: Buffers, probe: native.Native, threads: int, size: int) -> list[Prepared]:
+    """CPU: torch's copy, plain C copy and C copy with streaming stores of the same buffers, to be interleaved."""
+    a, b, c = (x[: size // ELEMENT_BYTES] for x in (buffers.a, buffers.b, buffers.c))
+    runs = {
+        "torch": lambda _: c.copy_(a),
+        "plain": lambda _: probe.copy(c.data_ptr(), a.data_ptr(), size, threads, streaming=False),
+        "streaming": lambda _: probe.copy(c.data_ptr(), a.data_ptr(), size, threads, streaming=True),
+    }
+    backends = {"torch": "torch copy_", "plain": "C, ordinary stores", "streaming": "C, streaming stores"}
+    return [
+        Prepared(
+            Case(f"stream.{name}", {"op": "copy", "buffer_bytes": size, "dtype": "fp32", "threads": threads},
+                 bytes_moved=2 * size, cache="cold", role="pair"),
+            call=run,
+            poison=lambda: c.fill_(math.nan),
+            check=lambda *_: error(buffers.torch, "copy", a, b, c),
+            backend=backends[name],
+        )
+        for name, run in runs.items()
+    ]  # fmt: skip
+
+
+def measure(session: Session, machine: Machine, spec: Spec) -> None:
+    """Warm-up, anchors, all rows in blocks, on a CPU the copy beside plain and streaming C copies, anchors."""
+    kind, memory_bytes, llc_bytes = machine.kind, machine.memory_bytes, machine.llc_bytes
+    rows = cases(kind, memory_bytes, llc_bytes, session.budget.name == "quick")
+    largest = max(c.params["buffer_bytes"] for c in rows)
+    if 3 * largest > memory_bytes * 0.6:
+        why = f"three buffers of {size_name(largest)} do not fit 60 % of {size_name(memory_bytes)}"
+        for row in rows:
+            session.skip(row, why)
+        return
+    session.warm_up(machine)
+    buffers = Buffers(machine.torch, machine.device, largest, llc_bytes)
+    session.anchor()
+    session.run_blocks([buffers.prepare(row) for row in rows])
+    session.anchor()
+    if kind == "cpu":
+        try:
+            with native.load() as probe:
+                session.progress("copy against plain and streaming stores")
+                size = plateau_sizes(kind, memory_bytes, llc_bytes)[0]
+                session.run_pairs(pairs(buffers, probe, len(machine.cores), size))
+        except native.NativeUnavailable as exc:
+            session.skip(Case("stream.plain", {"op": "copy"}, cache="cold", role="pair"), str(exc))
+        session.anchor()

@@ -1,0 +1,181 @@
+"""One family into one file: decide what to measure on, write the header, measure, one record at a time.
+
+Notebooks, `python -m escher_kernels` and checks on a GPU machine all come through `measure_family`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from escher_kernels import METHOD, environment, targets, workload
+from escher_kernels.records import Run, Writer, write_json_atomic
+from escher_kernels.timing import BUDGETS, CpuTimer, GpuTimer, Machine, Progress, Session
+
+ROOT = Path(__file__).resolve().parent.parent
+NUMBERS = {"environment": 0, "compute": 1, "bandwidth": 2}  # file names sort as the book does
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run was asked for; every family of a run gets the same. JSON in, JSON out."""
+
+    target: str = "auto"
+    device: str = "auto"
+    budget: str = "standard"
+    workload: str = "escher_14b_480p"
+    report_config: str | None = None  # path of another report_config.json
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Settings:
+        """Raises ValueError that names an unknown key and lists the known ones."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ValueError(f"unknown setting {key!r}; known: {', '.join(known)}")
+        out = cls(**data)
+        if out.budget not in BUDGETS:
+            raise ValueError(f"unknown budget {out.budget!r}; known: {', '.join(BUDGETS)}")
+        return out
+
+
+def records_path(run_dir: Path, family: str) -> Path:
+    return Path(run_dir) / "records" / f"{NUMBERS[family]:02d}_{family}.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the settings mean on this machine."""
+
+    settings: Settings
+    found: targets.Found
+    selection: targets.Selection
+    spec: workload.Spec
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan, and the fingerprint of the machine before anything runs on it (env.json)."""
+        return {
+            "target": {"found": self.found.to_json(), **self.selection.to_json()},
+            "workload": self.spec.to_json(),
+            "env": environment_of(self.found),
+        }
+
+
+def plan(settings: Settings) -> Plan:
+    """Find the device, take its profile, derive the workload.
+
+    Raises ConfigError, TargetError, DeviceError (of `targets`) and WorkloadError.
+    """
+    config = targets.load_config(Path(settings.report_config) if settings.report_config else None)
+    found = targets.detect(settings.device)
+    selection = targets.resolve(settings.target, found, config)
+    spec = workload.load(settings.workload)
+    return Plan(settings, found, selection, workload.derive_for_cpu(spec) if found.kind == "cpu" else spec)
+
+
+def environment_of(found: targets.Found) -> dict[str, Any]:
+    env = environment.fingerprint(found.to_json())
+    env["checks"] = environment.checks(env)
+    if found.kind == "cpu":
+        config = targets.load_config()
+        names = ("uarch", "bf16", "fp32", "note")
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            cpuinfo = ""
+        env["nominal"] = dict(zip(names, targets.nominal_cpu_flop_per_cycle(cpuinfo, config), strict=True))
+    return env
+
+
+def software() -> dict[str, Any]:
+    return {
+        "python": sys.version.split()[0],
+        "interpreter": sys.executable,
+        "packages": environment.packages(),
+        "threads_variable": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def machine_for(plan: Plan, torch: Any) -> Machine:
+    """Bind to one logical CPU a physical core, set torch's threads, and say what the families measure on."""
+    found_profile = plan.selection.found_profile
+    if plan.found.kind == "cpu":
+        allowance = environment.cpu_allowance()
+        try:
+            os.sched_setaffinity(0, allowance.cores)
+        except OSError:
+            pass  # the affinity in force is read back below
+        torch.set_num_threads(allowance.threads)
+        llc = environment.llc_bytes(environment.caches(allowance.cores)) or 0
+        usable = environment.memory()["usable_bytes"] or 0
+        return Machine(torch, "cpu", "cpu", "bf16", usable, llc, tuple(allowance.cores))
+    properties = torch.cuda.get_device_properties(0)
+    l2 = getattr(properties, "L2_cache_size", 0) or 0
+    llc = max(l2, (found_profile.llc_bytes or found_profile.l2_bytes or 0) if found_profile else 2**28)
+    dtype = found_profile.compute_dtype if found_profile else "bf16"
+    return Machine(torch, "gpu", "cuda", dtype, properties.total_memory, llc, ())
+
+
+def measure_family(
+    family: str,
+    run_dir: Path,
+    settings: Settings,
+    profile: dict[str, Any] | None = None,
+    progress: Callable[..., None] | None = None,
+    iteration: int = 0,
+) -> Path:
+    """Measure one family and write its records. Returns the path of the file.
+
+    `profile`: the device profile the caller expects (its JSON); ValueError if this process finds another one.
+
+    Raises RecordError where the file exists or cannot be written, and what `plan` raises. A case that cannot run is a
+    record with its reason, never an exception.
+    """
+    if family not in NUMBERS:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(NUMBERS)}")
+    import torch
+
+    progress = progress or Progress(family)
+    chosen = plan(settings)
+    selected = chosen.selection.profile
+    if profile and (selected is None or targets.Profile.from_json(profile) != selected):
+        raise ValueError(
+            f"the run's profile is {profile.get('key')}, this process finds {selected.key if selected else 'no profile'}"
+        )
+    machine = machine_for(chosen, torch)
+    affinity = sorted(os.sched_getaffinity(0))
+    run = Run(
+        run_id=Path(run_dir).name,
+        family=family,
+        method=METHOD,
+        workload=chosen.spec.to_json(),
+        target={"found": chosen.found.to_json(), **chosen.selection.to_json()},
+        parameters={
+            **settings.to_json(), "dtype": machine.dtype, "threads": len(machine.cores) or None, "affinity": affinity,
+            "bound": machine.kind != "cpu" or affinity == sorted(machine.cores),
+            "memory_bytes": machine.memory_bytes, "llc_bytes": machine.llc_bytes,
+        },
+        software=software(),
+        git=environment.git_state(ROOT),
+        argv=list(sys.argv),
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    path = records_path(run_dir, family)
+    with Writer(path, run) as out:
+        if not (Path(run_dir) / "env.json").exists():
+            write_json_atomic(Path(run_dir) / "env.json", environment_of(chosen.found))
+        timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
+        budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
+        session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration)
+        importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
+        progress(f"done, {out.count} records")
+    return path

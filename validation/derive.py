@@ -1,0 +1,399 @@
+"""Numbers from records: rates, roofs, plateaus, bases, and what disturbed them. Pages and verdicts read these alone.
+
+Everything is computed from the raw part of a run, so a report can be rebuilt without measuring and without torch. All
+values are in base units (s, FLOP/s, B/s, Hz); scaling and rounding belong to the pages.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from escher_kernels import records, targets
+from escher_kernels.records import Record, RecordError, RecordFile, Run
+from escher_kernels.statistics import Estimate, estimate, outliers, paired_ratio, percentile
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The raw part of a run. `files` holds the families that were measured, by name."""
+
+    directory: Path
+    info: dict[str, Any]  # run.json
+    env: dict[str, Any] | None
+    status: dict[str, Any]  # family -> how it ended
+    files: dict[str, RecordFile]
+    selection: targets.Selection
+    found: targets.Found
+    config: targets.Config
+
+    @property
+    def kind(self) -> str:
+        return "cpu" if self.found.kind == "cpu" else "gpu"
+
+    @property
+    def synthetic(self) -> bool:
+        return self.info.get("source") == "synthetic" or any(f.run.source == "synthetic" for f in self.files.values())
+
+    def records(self, family: str) -> list[Record]:
+        return self.files[family].records if family in self.files else []
+
+
+def load(directory: Path, config: targets.Config | None = None) -> LoadedRun:
+    """Read a run directory. Raises RecordError naming what is missing or corrupt, ConfigError for the configuration."""
+    directory = Path(directory)
+    if not (directory / "run.json").is_file():
+        raise RecordError(f"{directory}: no run (run.json is missing); give a directory below results/")
+    info = records.read_json(directory / "run.json")
+    files: dict[str, RecordFile] = {}
+    for path in sorted((directory / "records").glob("*.jsonl")):
+        content = records.read(path)
+        files[content.run.family] = content
+    try:
+        target = info["target"]
+        found = targets.Found.from_json(target["found"])
+        selection = targets.Selection.from_json({k: v for k, v in target.items() if k != "found"})
+    except (KeyError, TypeError) as exc:
+        raise RecordError(f"{directory / 'run.json'}: target is incomplete ({exc}); measure again") from None
+    env_path, status_path = directory / "env.json", directory / "status.json"
+    return LoadedRun(
+        directory=directory,
+        info=info,
+        env=records.read_json(env_path) if env_path.is_file() else None,
+        status=records.read_json(status_path) if status_path.is_file() else {},
+        files=files,
+        selection=selection,
+        found=found,
+        config=config or targets.load_config(),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a family: all its blocks together.
+
+    `time_s` is per call. `flop_s` and `bytes_s` are the rates of the declared work. All None where the case was skipped
+    (`skipped`) or its result was wrong (`wrong`): a wrong result has no time.
+    """
+
+    family: str
+    case: str
+    role: str
+    params: dict[str, Any]
+    backend: str | None = None
+    cache: str | None = None
+    flop: int | None = None
+    bytes_moved: int | None = None
+    time_s: Estimate | None = None
+    flop_s: Estimate | None = None
+    bytes_s: Estimate | None = None
+    error: dict[str, Any] | None = None
+    wrong: bool = False
+    skipped: str | None = None
+    flags: tuple[str, ...] = ()
+    median_over_p10: float | None = None
+    lost_cpu_frac: float | None = None
+    outlier_count: int = 0
+    blocks: tuple[tuple[float, ...], ...] = field(default=(), repr=False)  # seconds a call
+
+
+def rows(items: Iterable[Record], config: targets.Config) -> list[Row]:
+    """Group records by role and case, in order of first appearance."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for r in items:
+        groups.setdefault((r.role, r.case), []).append(r)
+    return [_row(group, config) for group in groups.values()]
+
+
+def _row(group: Sequence[Record], config: targets.Config) -> Row:
+    last = group[-1]
+    timed = [r for r in group if r.samples_s]
+    errors = [r.error for r in group if r.error]
+    wrong = any(not e["ok"] for e in errors)
+    full = next((e for e in errors if e.get("check") != "freivalds"), errors[0] if errors else None)
+    base = dict(
+        family=last.family, case=last.case, role=last.role, params=(timed[-1] if timed else last).params,
+        backend=last.backend, cache=last.cache, bytes_moved=last.bytes_moved,
+        flop=last.flop, error=next((e for e in errors if not e["ok"]), full), wrong=wrong,
+        skipped=next((r.skipped for r in group if r.skipped), None),
+    )  # fmt: skip
+    flags = list(dict.fromkeys(f for r in group for f in r.flags))
+    good = [r for r in timed if any(s > 0 for s in r.samples_s)]
+    if wrong or not good:
+        return Row(**base, flags=tuple(flags))
+    blocks = [tuple(s / r.calls_per_sample for s in r.samples_s if s > 0) for r in good]
+    odd = sum(outliers(r.samples_s, config.threshold("outlier_ratio")) for r in timed)
+    every = [s for b in blocks for s in b]
+    over_p10 = statistics.median(every) / percentile(every, 10)
+    losses = [r.noise["lost_cpu_frac"] for r in good if r.noise and "lost_cpu_frac" in r.noise]
+    lost = statistics.median(losses) if losses else None
+    if over_p10 > config.threshold("noisy_ratio"):
+        flags.append("NOISY: median over p10")
+    if lost is not None and lost > config.threshold("lost_cpu_frac") and last.role != "probe":
+        flags.append("NOISY: CPU time lost to others")
+    if odd:
+        flags.append(f"OUTLIERS: {odd}")
+    return Row(
+        **base, time_s=estimate(blocks), flags=tuple(flags), median_over_p10=over_p10, lost_cpu_frac=lost,
+        outlier_count=odd, blocks=tuple(blocks),
+        flop_s=_rate(good, blocks, lambda r: r.flop), bytes_s=_rate(good, blocks, lambda r: r.bytes_moved),
+    )  # fmt: skip
+
+
+def _rate(items: Sequence[Record], blocks: Sequence[Sequence[float]], work: Callable) -> Estimate | None:
+    if not all(work(r) for r in items):
+        return None
+    return estimate([[work(r) / s for s in b] for r, b in zip(items, blocks, strict=True)])
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """An anchor case over a family: its rate each time it ran, and the largest step between two neighbours."""
+
+    case: str
+    unit: str  # "FLOP/s" or "B/s"
+    rates: tuple[float, ...]
+    largest_move_frac: float
+    moved: tuple[int, ...]  # k: it moved between its k-th and (k+1)-th time
+
+
+def anchors(items: Iterable[Record], config: targets.Config) -> list[Anchor]:
+    """How steady the machine was while the family was measured."""
+    out = []
+    found: dict[str, list[Record]] = {}
+    for r in items:
+        if r.role == "anchor" and r.samples_s:
+            found.setdefault(r.case, []).append(r)
+    for case, group in found.items():
+        work, unit = ("flop", "FLOP/s") if group[0].flop else ("bytes_moved", "B/s")
+        rates = [getattr(r, work) * r.calls_per_sample / statistics.median(r.samples_s) for r in group]
+        moves = [max(a, b) / min(a, b) - 1 for a, b in zip(rates, rates[1:], strict=False)]
+        limit = config.threshold("anchor_moved_frac")
+        moved = tuple(i for i, m in enumerate(moves) if m > limit)
+        out.append(Anchor(case, unit, tuple(rates), max(moves, default=0.0), moved))
+    return out
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a measured rate may be divided by. `rate` is None where this run has no such basis, with the reason."""
+
+    name: str  # "rated", "probed"
+    label: str
+    rate: float | None  # FLOP/s or B/s
+    reason: str
+    same_device: bool
+
+    def frac(self, measured: Estimate | None) -> Estimate | None:
+        """Measured over the basis; None unless both belong to the device that was measured."""
+        if measured is None or not self.rate or not self.same_device:
+            return None
+        return measured.times(1 / self.rate)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A CPU's peak by instruction. `best_flop_s`: the best slice of all threads together, or, where each thread's own
+    slices were kept, the sum of the threads' bests: they need not be at full speed at the same moment."""
+
+    name: str
+    dtype: str
+    threads: int
+    best_flop_s: float
+    block_bests: Estimate  # of all threads together
+
+
+@dataclass(frozen=True)
+class Compute:
+    run: Run
+    roof: Row | None
+    best_square: Row | None
+    rows: list[Row]
+    search: list[Row]
+    probes: list[Probe]
+    probe_skipped: str | None
+    clock_hz: float | None
+    clock_note: str
+    bases: list[Basis]
+    anchors: list[Anchor]
+    dtype: str
+    converged: bool
+
+
+def compute(run: LoadedRun) -> Compute | None:
+    """Family 1. The roof is the fresh measurement of the search's winner; None where the family was not measured."""
+    if "compute" not in run.files:
+        return None
+    items, config = run.records("compute"), run.config
+    every = rows(items, config)
+    cases = [r for r in every if r.role == "case"]
+    roof = next((r for r in cases if r.case == "roof"), None)
+    squares = [r for r in cases if r.case.startswith("square.") and r.flop_s]
+    dtype = run.files["compute"].run.parameters["dtype"]
+    probes, skipped = _probes(items)
+    clock_hz, clock_note = _clock(items)
+    return Compute(
+        run=run.files["compute"].run,
+        roof=roof,
+        best_square=max(squares, key=lambda r: r.flop_s.median, default=None),
+        rows=[r for r in cases if r.case != "roof"],
+        search=[r for r in every if r.role == "search"],
+        probes=probes,
+        probe_skipped=skipped,
+        clock_hz=clock_hz,
+        clock_note=clock_note,
+        bases=_compute_bases(run, dtype, probes, skipped),
+        anchors=anchors(items, config),
+        dtype=dtype,
+        converged=bool(roof and roof.time_s and roof.time_s.converged(config.threshold("converged_roof_frac"))),
+    )
+
+
+def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
+    groups: dict[str, list[Record]] = {}
+    threads: dict[str, dict[int, float]] = {}
+    skipped = None
+    for r in items:
+        if r.role != "probe" or not r.case.startswith("peak"):
+            continue
+        if r.skipped:
+            skipped = r.skipped
+        elif r.samples_s and "thread" in r.params:
+            bests = threads.setdefault(r.params["of"], {})
+            bests[r.params["thread"]] = max(bests.get(r.params["thread"], 0.0), r.flop / min(r.samples_s))
+        elif r.samples_s:
+            groups.setdefault(r.case, []).append(r)
+    out = []
+    for case, group in groups.items():
+        bests = [[r.flop / min(r.samples_s)] for r in group]
+        own = threads.get(case, {})
+        together = max(b[0] for b in bests)
+        whole = len(own) == group[0].params["threads"]
+        out.append(
+            Probe(
+                name=case.partition(".")[2], dtype=group[0].params["dtype"], threads=group[0].params["threads"],
+                best_flop_s=max(together, sum(own.values())) if whole else together, block_bests=estimate(bests),
+            )  # fmt: skip
+        )
+    return sorted(out, key=lambda p: -p.best_flop_s), skipped
+
+
+def _clock(items: Iterable[Record]) -> tuple[float | None, str]:
+    """The clock from the best slice of each dependent chain; unknown where two chains differ by more than 3 %."""
+    best: dict[str, float] = {}
+    for r in items:
+        if r.role == "probe" and r.case.startswith("clock.") and r.samples_s:
+            best[r.case] = max(best.get(r.case, 0.0), r.params["cycles"] / min(r.samples_s))
+    if not best:
+        return None, "not probed"
+    low, high = min(best.values()), max(best.values())
+    if high / low > 1.03:
+        return None, f"the two chains disagree ({low / 1e9:.2f} and {high / 1e9:.2f} GHz)"
+    return high, "best slice of two chains of dependent instructions that agree within 3 %"
+
+
+def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str | None) -> list[Basis]:
+    selection = run.selection
+    profile = selection.profile
+    out = []
+    if profile is None:
+        out.append(Basis("rated", "rated dense", None, f"no rated basis: {selection.reason}", False))
+    elif profile.kind == "gpu":
+        rate = profile.dense_peak_flop_s.get(dtype)
+        reason = selection.reason if rate else f"{profile.name} has no rated dense {dtype} peak"
+        out.append(Basis("rated", f"{profile.name}, rated dense {dtype.upper()}", rate, reason, selection.same_device))
+    if run.kind == "cpu":
+        if probes:
+            best = probes[0]
+            label = f"probed peak of this host ({best.name}, {best.threads} threads)"
+            out.append(Basis("probed", label, best.best_flop_s, "best slice", True))
+        else:
+            why = f"not probed: {skipped}" if skipped else "not probed"
+            out.append(Basis("probed", "probed peak of this host", None, why, True))
+    return out
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """An op over the three largest sizes. `bytes_s`: per block the median of the three sizes' rates, then as ever."""
+
+    op: str
+    bytes_s: Estimate
+    spread_frac: float  # max / min - 1 of the three sizes' headlines
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    run: Run
+    roof: Plateau | None
+    plateaus: list[Plateau]
+    rows: list[Row]
+    cache_curve: list[Row]
+    pairs: list[Row]
+    speedup: dict[str, Estimate]  # torch's copy over the C copy with ordinary, with streaming stores: ratio of rates
+    bases: list[Basis]
+    anchors: list[Anchor]
+    converged: bool
+    skipped: str | None
+
+
+def bandwidth(run: LoadedRun) -> Bandwidth | None:
+    """Family 2. The roof is the plateau of copy; None where the family was not measured."""
+    if "bandwidth" not in run.files:
+        return None
+    items, config, profile = run.records("bandwidth"), run.config, run.selection.profile
+    every = rows(items, config)
+    cold = [r for r in every if r.role == "case" and r.cache == "cold"]
+    plateaus = [p for op in dict.fromkeys(r.params["op"] for r in cold) if (p := _plateau(op, cold))]
+    roof = next((p for p in plateaus if p.op == "copy"), None)
+    pairs = [r for r in every if r.role == "pair"]
+    if profile is None:
+        bases = [Basis("rated", "rated", None, f"no rated basis: {run.selection.reason}", False)]
+    elif profile.bandwidth_bytes_s:
+        bases = [
+            Basis(
+                "rated", f"{profile.name}, rated", profile.bandwidth_bytes_s, run.selection.reason,
+                run.selection.same_device,
+            )  # fmt: skip
+        ]
+    else:
+        bases = [Basis("rated", "rated", None, profile.bandwidth_floor_note, run.selection.same_device)]
+    return Bandwidth(
+        run=run.files["bandwidth"].run,
+        roof=roof,
+        plateaus=plateaus,
+        rows=cold,
+        cache_curve=[r for r in every if r.cache == "warm"],
+        pairs=pairs,
+        speedup=_speedup(pairs),
+        bases=bases,
+        anchors=anchors(items, config),
+        converged=bool(roof and roof.bytes_s.converged(config.threshold("converged_roof_frac"))),
+        skipped=next((r.skipped for r in cold if r.skipped), None),
+    )
+
+
+def _plateau(op: str, cold: Sequence[Row]) -> Plateau | None:
+    group = [r for r in cold if r.params["op"] == op and r.params.get("plateau") and r.bytes_s]
+    if not group:
+        return None
+    per_block = zip(*([r.bytes_moved / statistics.median(b) for b in r.blocks] for r in group), strict=False)
+    blocks = [[statistics.median(rates)] for rates in per_block]
+    medians = [r.bytes_s.median for r in group]
+    spread = max(medians) / min(medians) - 1
+    return Plateau(op, estimate(blocks), spread, tuple(r.params["buffer_bytes"] for r in group))
+
+
+def _speedup(pairs: Sequence[Row]) -> dict[str, Estimate]:
+    by_name = {r.case.partition(".")[2]: r for r in pairs if r.time_s}
+    ours = by_name.get("torch")
+    out = {}
+    for name in ("plain", "streaming"):
+        other = by_name.get(name)
+        if ours and other and [len(b) for b in other.blocks] == [len(b) for b in ours.blocks]:
+            out[name] = paired_ratio(other.blocks, ours.blocks)
+    return out
