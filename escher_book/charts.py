@@ -86,11 +86,11 @@ def gemm_sweep(run: LoadedRun) -> alt.LayerChart | Text:
     frame = pd.DataFrame(rows)
     kinds = [k for k in ("square", "workload", "roof") if k in set(frame["kind"])]
     pick = alt.selection_point(fields=["kind"], bind="legend")
-    x = alt.X("edge:Q", scale=alt.Scale(type="log", base=2), title="cube root of M x N x K")
+    x = alt.X("edge:Q", scale=alt.Scale(type="log", base=2), title="cube root of M×N×K")
     colour = alt.Color("kind:N", title="GEMM", scale=alt.Scale(domain=kinds, range=[COLOURS[k] for k in kinds]))
     base = alt.Chart(frame).encode(x=x, color=colour, opacity=alt.condition(pick, alt.value(1), alt.value(0.15)))
     y = alt.Y("rate:Q", title=f"TFLOP/s ({c.dtype.upper()})", scale=alt.Scale(zero=True))
-    tips = _tooltips("TFLOP/s", alt.Tooltip("shape:N", title="M x N x K"))
+    tips = _tooltips("TFLOP/s", alt.Tooltip("shape:N", title="M×N×K"))
     marks = base.mark_point(size=70, filled=True).encode(y=y, shape=alt.Shape("kind:N", legend=None), tooltip=tips)
     bars = base.mark_rule(size=2).encode(y=alt.Y("low:Q"), y2="high:Q", tooltip=tips)
     layers = [bars, marks.add_params(pick), *_rules(_references(c.bases, TERA, []), "TFLOP/s")]

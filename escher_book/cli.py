@@ -47,7 +47,9 @@ def cli() -> None:
     """Measure this machine and build a report book of what was found."""
 
 
-def _measure(families: str, results_dir: str | None, timeout_s: float | None, **settings: Any) -> tuple[Path, dict, Any]:
+def _measure(
+    families: str, results_dir: str | None, timeout_s: float | None, **settings: Any
+) -> tuple[Path, dict, Any]:
     chosen = runner.choose(families)
     wanted = Settings.from_json(settings)
     if wanted.report_config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from escher_book.tables import GIGA, TERA, clock, interval, number, percent, size, value
+from escher_book.tables import GIGA, TERA, clock, interval, layout, number, percent, size, value
 from validation import derive
 from validation.derive import LoadedRun
 
@@ -91,7 +91,9 @@ def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale:
 def _steadiness(anchors: list[derive.Anchor], converged: bool, estimate: derive.Estimate) -> str:
     moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
     half = f"half-width {number(estimate.half_width * 100, 2)} %"
-    out = f"The roof has converged ({half})." if converged else f"The roof has **not converged** ({half}; 1 % is wanted)."
+    out = (
+        f"The roof has converged ({half})." if converged else f"The roof has **not converged** ({half}; 1 % is wanted)."
+    )
     if moved:
         return f"{out} **Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed this family."
     return f"{out} The anchors were steady meanwhile."
@@ -103,12 +105,14 @@ def compute(run: LoadedRun) -> Text:
     if c is None:
         return Text("This family was not measured.")
     if not (c.roof and c.roof.flop_s):
-        why = c.roof.skipped if c.roof and c.roof.skipped else "no candidate of the search gave a right and timed result"
+        why = (
+            c.roof.skipped if c.roof and c.roof.skipped else "no candidate of the search gave a right and timed result"
+        )
         return Text(f"**No compute roof:** {why}.")
     roof, p = c.roof, c.roof.params
     head = (
         f"**Compute roof: {value(roof.flop_s, TERA)} TFLOP/s** ({interval(roof.flop_s, TERA)}) {c.dtype.upper()}, from the "
-        f"GEMM {p['m']} x {p['n']} x {p['k']} {p['layout']}, measured afresh after a search over {p['searched']} shapes. "
+        f"GEMM {layout(roof)}, measured afresh after a search over {p['searched']} shapes. "
         + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
     )
     square = None
@@ -177,9 +181,7 @@ def probe(run: LoadedRun) -> Text:
         return Text(f"**The peak was not probed:** {c.probe_skipped or 'no instruction of this CPU is known'}.")
     best = c.probes[0]
     nominal = (run.env or {}).get("nominal") or {}
-    text = (
-        f"The fastest instruction, {best.name}, reaches {number(best.best_flop_s / TERA)} TFLOP/s on {best.threads} threads"
-    )
+    text = f"The fastest instruction, {best.name}, reaches {number(best.best_flop_s / TERA)} TFLOP/s on {best.threads} threads"
     if c.clock_hz:
         per_clock = best.best_flop_s / best.threads / c.clock_hz
         text += f", {number(per_clock)} FLOP a clock a thread at the probed clock of {clock(c.clock_hz)}."
@@ -204,8 +206,12 @@ def environment(run: LoadedRun) -> Text:
     rows = (run.env or {}).get("checks", [])
     bad = [r for r in rows if r["ok"] is False]
     unknown = [r["check"] for r in rows if r["ok"] is None]
-    lines = [f"- **{r['check']}**: found {r['found']}, wanted {r['wanted']}; {r['why']}. Mend: {r['mend']}." for r in bad]
-    head = f"**{len(bad)} of {len(rows)} checks do not hold:**" if bad else f"All {len(rows) - len(unknown)} checks hold."
+    lines = [
+        f"- **{r['check']}**: found {r['found']}, wanted {r['wanted']}; {r['why']}. Mend: {r['mend']}." for r in bad
+    ]
+    head = (
+        f"**{len(bad)} of {len(rows)} checks do not hold:**" if bad else f"All {len(rows) - len(unknown)} checks hold."
+    )
     return Text(head, "\n".join(lines), f"Cannot be told here: {', '.join(unknown)}." if unknown else None)
 
 
@@ -225,18 +231,32 @@ def cards(run: LoadedRun) -> str:
         for basis in bases:
             if (share := basis.frac(estimate)) is not None:
                 return f"{percent(share)} of {basis.label}, {number(basis.rate / scale, 4)} {unit}"
-        return "; ".join(f"no share of the {b.label}" for b in bases if not b.rate) or "no share: another device's target"
+        return "no rated basis" if not any(b.rate for b in bases) else "no share: the target is another device"
 
     out = []
     c, b = derive.compute(run), derive.bandwidth(run)
     if c and c.roof and c.roof.flop_s:
-        out.append(card(f"Compute roof, {c.dtype.upper()} GEMM", value(c.roof.flop_s, TERA), "TFLOP/s",
-                        f"interval {interval(c.roof.flop_s, TERA)}", basis_line(c.bases, c.roof.flop_s, TERA, "TFLOP/s")))
+        out.append(
+            card(
+                f"Compute roof, {c.dtype.upper()} GEMM",
+                value(c.roof.flop_s, TERA),
+                "TFLOP/s",
+                f"interval {interval(c.roof.flop_s, TERA)}",
+                basis_line(c.bases, c.roof.flop_s, TERA, "TFLOP/s"),
+            )
+        )
     else:
         out.append(card("Compute roof", "–", "", "", "not measured in this run"))
     if b and b.roof:
-        out.append(card(f"{memory_name(run)} bandwidth roof, copy", value(b.roof.bytes_s, GIGA), "GB/s",
-                        f"interval {interval(b.roof.bytes_s, GIGA)}", basis_line(b.bases, b.roof.bytes_s, GIGA, "GB/s")))
+        out.append(
+            card(
+                f"{memory_name(run)} bandwidth roof, copy",
+                value(b.roof.bytes_s, GIGA),
+                "GB/s",
+                f"interval {interval(b.roof.bytes_s, GIGA)}",
+                basis_line(b.bases, b.roof.bytes_s, GIGA, "GB/s"),
+            )
+        )
     else:
         out.append(card("Bandwidth roof", "–", "", "", "not measured in this run"))
     if c and b and c.roof and c.roof.flop_s and b.roof:

@@ -67,7 +67,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
     for family, source in runner.families().items():
         ended = run.status.get(family, {})
         replay = replayed.get(family)
-        banner = [("note", findings.provenance(run)), *findings.banners(run)]
+        banner = findings.banners(run)
         if ended.get("status", "ok") != "ok":
             kept = len(run.records(family))
             banner.append((
@@ -86,6 +86,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
         out[source.stem] = stage.PageInfo(
             notebook=shown,
             title=findings.title(family, run),
+            subtitle=findings.provenance(run),
             banner=banner,
             reason=reason,
             command="" if shown else f"make book FAMILIES={family}",
@@ -124,13 +125,20 @@ def write_plots(run: LoadedRun) -> None:
 
 def landing(run: LoadedRun) -> str:
     """The book's first page: what machine, the headline numbers, how each family ended."""
-    lines = [f"# {stage.escape(findings.device_name(run))}", "", stage.escape(run.config["project"]["subtitle"]) + ".", ""]
-    for kind, text in findings.banners(run):
-        lines += [stage.admonition(kind, text), ""]
-    lines += [findings.cards(run), "", stage.escape(findings.provenance(run)), "", "## How each family ended", ""]
-    lines += [family_table(run), "", "## The machine", "", tables.machine(run).to_html(), "", "## How to read this book", ""]
-    lines += [READ_ME_FIRST]
-    return "\n".join(lines) + "\n"
+    parts = [
+        f"# {stage.escape(findings.device_name(run))}",
+        stage.escape(run.config["project"]["subtitle"]) + ".",
+        *(stage.admonition(kind, text) for kind, text in findings.banners(run)),
+        findings.cards(run),
+        f'<p class="subtitle">{html.escape(findings.provenance(run))}</p>',
+        "## How each family ended",
+        family_table(run),
+        "## The machine",
+        tables.machine(run).to_html(),
+        "## How to read this book",
+        READ_ME_FIRST,
+    ]
+    return "\n\n".join(parts)
 
 
 READ_ME_FIRST = """\
@@ -155,9 +163,7 @@ def family_table(run: LoadedRun) -> str:
             f"<td>{html.escape(ended.get('message', ''))}</td></tr>"
         )
     head = '<tr><th>page</th><th>ended</th><th class="num">records</th><th class="num">time</th><th>why</th></tr>'
-    return (
-        f'<div class="escher-scroll"><table class="escher"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
+    return f'<div class="escher-scroll"><table class="escher"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def glossary(config: targets.Config) -> str:

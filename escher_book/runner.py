@@ -170,7 +170,7 @@ def private_kernel(run_dir: Path) -> Iterator[None]:
     spec = base / "data" / "kernels" / "python3"
     try:
         spec.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )
@@ -226,7 +226,13 @@ class Outcome:
 
 
 def execute(
-    run_dir: Path, family: str, replay: bool, settings: Settings, profile: dict | None, console: Console, timeout_s: float
+    run_dir: Path,
+    family: str,
+    replay: bool,
+    settings: Settings,
+    profile: dict | None,
+    console: Console,
+    timeout_s: float,
 ) -> Outcome:
     """Execute a family's notebook into run_dir/notebooks/. The output file is replaced only as a whole.
 

@@ -44,13 +44,14 @@ class BookError(Exception):
 
 @dataclass(frozen=True)
 class PageInfo:
-    """What one notebook page shows. `title` replaces the notebook's first heading; `banner` is a list of
-    (admonition kind, plain text) put right below it. Without a `notebook` the page says why (`reason`) and how to
-    get it (`command`)."""
+    """What one notebook page shows. `title` replaces the notebook's first heading; below it come `subtitle`, a line in
+    small print, and `banner`, a list of (admonition kind, plain text). Without a `notebook` the page says why
+    (`reason`) and how to get it (`command`)."""
 
     notebook: Path | None
     title: str
     banner: Sequence[tuple[str, str]] = ()
+    subtitle: str = ""
     reason: str = ""
     command: str = ""
 
@@ -122,7 +123,7 @@ def transform(notebook: Mapping[str, Any], page: PageInfo, hide: Mapping[Path, s
     paths = hide if isinstance(hide, _Paths) else _Paths(hide or {})
     source = nbformat.from_dict(json.loads(json.dumps(notebook)))
     cells = [cell for cell in (_cell(cell, paths) for cell in source.cells) if cell is not None]
-    head = f"# {escape(page.title)}\n" + "".join(f"\n{admonition(kind, text)}\n" for kind, text in page.banner)
+    head = _head(page)
     if cells and cells[0].cell_type == "markdown":
         cells[0]["source"] = _replace_title(cells[0]["source"], head)
     else:
@@ -165,11 +166,16 @@ def _notebook_page(name: str, page: PageInfo, hide: _Paths) -> tuple[str, str]:
 
 
 def _stub(page: PageInfo) -> str:
-    parts = [f"# {escape(page.title)}", *(admonition(kind, text) for kind, text in page.banner)]
-    parts.append(admonition("note", f"Not run: {page.reason or 'no reason was recorded'}"))
+    parts = [_head(page), admonition("note", f"Not run: {page.reason or 'no reason was recorded'}")]
     if page.command:
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", page.command)), default=0))
         parts.append(f"To get this page:\n\n{fence}bash\n{_ANSI.sub('', page.command).strip()}\n{fence}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(page: PageInfo) -> str:
+    subtitle = [f":::{{div}} subtitle\n{escape(page.subtitle)}\n:::"] if page.subtitle else []
+    parts = [f"# {escape(page.title)}", *subtitle, *(admonition(kind, text) for kind, text in page.banner)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -16,6 +16,7 @@ from escher_kernels.statistics import Estimate
 from validation import derive
 from validation.derive import Basis, LoadedRun, Row
 
+NOISY = "NOISY: "
 TERA, GIGA, MIB, GIB = 1e12, 1e9, 2**20, 2**30
 NONE = "–"
 
@@ -64,7 +65,7 @@ def size(count_bytes: float | None) -> str:
     if count_bytes is None:
         return NONE
     for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if count_bytes >= scale:
+        if count_bytes >= 10 * scale or (count_bytes >= scale and count_bytes % scale == 0):
             return f"{count_bytes / scale:,.4g} {unit}"
     return f"{count_bytes:.0f} B"
 
@@ -125,7 +126,9 @@ def notes(row: Row) -> str:
     words = []
     if row.time_s and not row.time_s.sufficient:
         words.append(f"INSUFFICIENT: {row.time_s.blocks} blocks")
-    words += [f for f in row.flags if f != "INSUFFICIENT"]
+    noisy = [f.removeprefix(NOISY) for f in row.flags if f.startswith(NOISY)]
+    words += [NOISY + ", ".join(noisy)] if noisy else []
+    words += [f for f in row.flags if not f.startswith(NOISY) and f != "INSUFFICIENT"]
     return "; ".join(words)
 
 
@@ -146,7 +149,7 @@ def raw_row(row: Row) -> dict[str, Any]:
 
 def layout(row: Row) -> str:
     p = row.params
-    return f"{p['m']} x {p['n']} x {p['k']} {p['layout']}"
+    return f"{p['m']}×{p['n']}×{p['k']} {p['layout']}"
 
 
 def bases_columns(bases: Sequence[Basis], rate: Callable[[Row], Estimate | None]) -> list[Column]:
@@ -172,7 +175,7 @@ def gemms(run: LoadedRun) -> Table:
     ordered = ([c.roof] if c.roof else []) + c.rows
     columns = [
         Column("case", lambda r: ", ".join([r.case, *r.params.get("also", [])])),
-        Column("M x N x K, layout", layout),
+        Column("M×N×K, layout", layout),
         Column("TFLOP/s", lambda r: value(r.flop_s, TERA), True),
         Column("interval", lambda r: interval(r.flop_s, TERA), True),
         *bases_columns(c.bases, lambda r: r.flop_s),
@@ -187,7 +190,7 @@ def roof_search(run: LoadedRun, best: int = 12) -> Table:
     c = derive.compute(run)
     timed = sorted((r for r in c.search if r.flop_s), key=lambda r: -r.flop_s.median)
     columns = [
-        Column("M x N x K, layout", layout),
+        Column("M×N×K, layout", layout),
         Column("round", lambda r: str(r.params["round"]), True),
         Column("TFLOP/s in the search", lambda r: number(r.flop_s.median / TERA), True),
         Column("checked", lambda r: (r.error or {}).get("check", "freivalds")),
@@ -206,7 +209,7 @@ def gemm_errors(run: LoadedRun) -> Table:
 
     columns = [
         Column("case", lambda r: r.case),
-        Column("M x N x K, layout", layout),
+        Column("M×N×K, layout", layout),
         Column("relative Frobenius error", lambda r: f"{r.error['rel_frobenius'] or math.nan:.2e}", True),
         Column("bound", lambda r: f"{r.error['rel_frobenius_limit']:.2e}", True),
         Column("elementwise / bound", ratio("elementwise_ratio"), True),
@@ -242,7 +245,7 @@ def probes(run: LoadedRun) -> Table:
         {"instruction": p.name, "dtype": p.dtype, "threads": p.threads, "best_flop_s": p.best_flop_s,
          "clock_hz": c.clock_hz} for p in c.probes
     ]  # fmt: skip
-    caption = f"Probed peak of this host; clock {clock(c.clock_hz)} ({c.clock_note})"
+    caption = "Probed peak of this host, by instruction"
     return Table("compute_probes", caption, columns, c.probes, raw)
 
 
@@ -367,7 +370,7 @@ def machine(run: LoadedRun) -> Table:
         ("host memory", f"{size(memory.get('total_bytes'))}, usable {size(memory.get('usable_bytes'))} "
          f"(bounded by the {memory.get('bounded_by')})" if memory else None),
     ]  # fmt: skip
-    return _pairs("environment_machine", "The machine", items)
+    return _pairs("environment_machine", "What was measured on", items)
 
 
 def software(run: LoadedRun) -> Table:

@@ -26,6 +26,7 @@ ELEMENT_BYTES = 4  # fp32, as in STREAM's single-precision variants: bf16 arithm
 SCALAR = 0.40625  # exact in fp32
 MIB = 2**20
 COLD_FACTOR = 4
+TORCH_GRAIN = 32768  # elements below which torch does not split an elementwise call over another thread
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def verdict(ratio: float, elements: int) -> dict[str, Any]:
 class Buffers:
     """Three buffers of the largest size; every case works on views, rotated where it must find them cold."""
 
-    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int):
-        self.torch, self.llc_bytes = torch, llc_bytes
+    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1):
+        self.torch, self.llc_bytes, self.threads = torch, llc_bytes, threads
         self.a, self.b, self.c = (normal(torch, size // ELEMENT_BYTES, torch.float32, device) for _ in range(3))
         self._sums: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -177,7 +178,8 @@ class Buffers:
             return error(torch, op, a, b, c)
 
         case = replace(item, params={**item.params, "operand_sets": count})
-        return Prepared(case, call=call, poison=poison, check=check, backend=f"torch {op}")
+        threads = min(self.threads, math.ceil(len(sets[0][0]) / TORCH_GRAIN))
+        return Prepared(case, call=call, poison=poison, check=check, backend=f"torch {op}", threads=threads)
 
 
 def pairs(buffers: Buffers, probe: native.Native, threads: int, size: int) -> list[Prepared]:
@@ -213,7 +215,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
             session.skip(row, why)
         return
     session.warm_up(machine)
-    buffers = Buffers(machine.torch, machine.device, largest, llc_bytes)
+    buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)))
     session.anchor()
     session.run_blocks([buffers.prepare(row) for row in rows])
     session.anchor()

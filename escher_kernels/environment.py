@@ -59,7 +59,7 @@ def _command(*argv: str) -> str | None:
 
 
 def parse_cpu_list(text: str | None) -> list[int]:
-    """"0-3,8" -> [0, 1, 2, 3, 8]. Anything else -> []."""
+    """ "0-3,8" -> [0, 1, 2, 3, 8]. Anything else -> []."""
     out: list[int] = []
     for part in (text or "").split(","):
         low, _, high = part.strip().partition("-")
@@ -363,6 +363,8 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     }
     backend = f"CPython {sys.version.split()[0]}"
     session.run_blocks([
-        Prepared(c, sampler=lambda c=c: (samplers[c.name][0](), c), calls=samplers[c.name][1], backend=backend)
+        Prepared(
+            c, sampler=lambda c=c: (samplers[c.name][0](), c), calls=samplers[c.name][1], backend=backend, threads=1
+        )
         for c in cases(machine.kind)
     ])  # fmt: skip

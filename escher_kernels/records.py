@@ -115,9 +115,7 @@ def _record(data: dict[str, Any]) -> Record:
     if data.get("role", "case") not in ROLES:
         raise ValueError(f"role is {data['role']!r}, expected one of {', '.join(ROLES)}")
     samples = data.get("samples_s", [])
-    if not isinstance(samples, list) or any(
-        isinstance(s, bool) or not isinstance(s, (int, float)) for s in samples
-    ):
+    if not isinstance(samples, list) or any(isinstance(s, bool) or not isinstance(s, (int, float)) for s in samples):
         raise ValueError("samples_s is no list of numbers")
     if not isinstance(data.get("params", {}), dict):
         raise ValueError("params is no object")
@@ -177,9 +175,7 @@ def read(path: Path) -> RecordFile:
         except (ValueError, TypeError) as exc:
             if last_and_cut and run is not None:
                 return RecordFile(run, records, truncated=True)
-            raise RecordError(
-                f"{path}:{number}: corrupt record ({exc}); delete that line to keep the others"
-            ) from None
+            raise RecordError(f"{path}:{number}: corrupt record ({exc}); delete that line to keep the others") from None
     if run is None:
         raise RecordError(f"{path}: empty; delete the file and measure the family again")
     return RecordFile(run, records, truncated=False)

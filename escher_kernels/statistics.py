@@ -122,9 +122,7 @@ def slope(times_s: Sequence[float], values: Sequence[float]) -> float:
         return 0.0
     step = max(1, len(values) // 64)  # at most ~2000 pairs
     points = list(zip(times_s[::step], values[::step], strict=True))
-    slopes = [
-        (v2 - v1) / (t2 - t1) for i, (t1, v1) in enumerate(points) for t2, v2 in points[i + 1 :] if t2 > t1
-    ]
+    slopes = [(v2 - v1) / (t2 - t1) for i, (t1, v1) in enumerate(points) for t2, v2 in points[i + 1 :] if t2 > t1]
     if not slopes:
         return 0.0
     return statistics.median(slopes) * (times_s[-1] - times_s[0]) / statistics.median(values)

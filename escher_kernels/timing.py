@@ -93,6 +93,8 @@ class Prepared:
     sampler: Callable[[], tuple[Sequence[float], Case]] | None = None
     calls: int = 1
     samples: int = 0
+    share: float = 1.0  # of a case's time in a block; more for a row that others are judged by
+    threads: int | None = None  # that the call can use, where fewer than the session's
     blocks: frozenset[int] = frozenset()
     flags: tuple[str, ...] = ()
     turn: int = 0
@@ -361,7 +363,8 @@ class Session:
         else:
             samples, flags = self.timer.samples(item.call, item.turn, item.samples, item.calls)
             item.turn += item.samples * item.calls
-        noise = disturbance_between(before, cpu_disturbance(), self.threads) if before else None
+        threads = item.threads or self.threads
+        noise = disturbance_between(before, cpu_disturbance(), threads) if before else None
         return self.record(
             case, samples_s=tuple(samples), calls_per_sample=item.calls, block=block, backend=item.backend,
             noise=noise, flags=(*item.flags, *flags), **fields,
@@ -403,7 +406,7 @@ class Session:
         if fitting < total:
             item.flags = (*item.flags, "INSUFFICIENT")
         most = min(MAX_SAMPLES_PER_BLOCK, max(1, self.timer.max_enqueued // item.calls))
-        item.samples = min(most, max(1, int(self.budget.block_s / sample_s)))
+        item.samples = min(most, max(1, int(self.budget.block_s * item.share / sample_s)))
         return True
 
     def run_blocks(self, prepared: Sequence[Prepared]) -> None:

@@ -101,14 +101,25 @@ class Row:
 
 
 def rows(items: Iterable[Record], config: targets.Config) -> list[Row]:
-    """Group records by role and case, in order of first appearance."""
+    """Group the records of a family by role and case, in order of first appearance.
+
+    A row measured between two runs of an anchor that moved is marked.
+    """
+    items = list(items)
+    moved = {turn for a in anchors(items, config) for turn in a.moved}
     groups: dict[tuple[str, str], list[Record]] = {}
+    disturbed: set[tuple[str, str]] = set()
+    turn = -1
     for r in items:
+        if r.role == "anchor":
+            turn = r.block
         groups.setdefault((r.role, r.case), []).append(r)
-    return [_row(group, config) for group in groups.values()]
+        if turn in moved and r.samples_s and r.role != "anchor":
+            disturbed.add((r.role, r.case))
+    return [_row(group, config, key in disturbed) for key, group in groups.items()]
 
 
-def _row(group: Sequence[Record], config: targets.Config) -> Row:
+def _row(group: Sequence[Record], config: targets.Config, anchor_moved: bool) -> Row:
     last = group[-1]
     timed = [r for r in group if r.samples_s]
     errors = [r.error for r in group if r.error]
@@ -131,9 +142,11 @@ def _row(group: Sequence[Record], config: targets.Config) -> Row:
     losses = [r.noise["lost_cpu_frac"] for r in good if r.noise and "lost_cpu_frac" in r.noise]
     lost = statistics.median(losses) if losses else None
     if over_p10 > config.threshold("noisy_ratio"):
-        flags.append("NOISY: median over p10")
+        flags.append("NOISY: spread")
     if lost is not None and lost > config.threshold("lost_cpu_frac") and last.role != "probe":
-        flags.append("NOISY: CPU time lost to others")
+        flags.append("NOISY: CPU time lost")
+    if anchor_moved:
+        flags.append("NOISY: anchor moved")
     if odd:
         flags.append(f"OUTLIERS: {odd}")
     return Row(
@@ -274,8 +287,11 @@ def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
         whole = len(own) == group[0].params["threads"]
         out.append(
             Probe(
-                name=case.partition(".")[2], dtype=group[0].params["dtype"], threads=group[0].params["threads"],
-                best_flop_s=max(together, sum(own.values())) if whole else together, block_bests=estimate(bests),
+                name=case.partition(".")[2],
+                dtype=group[0].params["dtype"],
+                threads=group[0].params["threads"],
+                best_flop_s=max(together, sum(own.values())) if whole else together,
+                block_bests=estimate(bests),
             )  # fmt: skip
         )
     return sorted(out, key=lambda p: -p.best_flop_s), skipped
@@ -356,7 +372,10 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
     elif profile.bandwidth_bytes_s:
         bases = [
             Basis(
-                "rated", f"{profile.name}, rated", profile.bandwidth_bytes_s, run.selection.reason,
+                "rated",
+                f"{profile.name}, rated",
+                profile.bandwidth_bytes_s,
+                run.selection.reason,
                 run.selection.same_device,
             )  # fmt: skip
         ]
