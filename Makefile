@@ -9,7 +9,7 @@ flag  = $(if $($(1)), --$(2) $(call quote,$($(1))))
 
 SET_UP = $(call quote,$(PYTHON)) escher_book/setup_env.py$(call flag,DEVICE,device)$(call flag,TORCH_INDEX_URL,torch-index-url)
 IN_ENV = $(SET_UP) --
-MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)
+MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)
 
 .PHONY: help book run report lab sample test test-all env clean distclean
 
@@ -17,7 +17,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | awk -F' [|] ' '{printf "%-16s %s\n", $$1, $$2}'
 	@echo
 	@echo "  Variables, each the command line's flag of that name:"
-	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET= WORKLOAD= RESULTS_DIR="
+	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET=quick|standard|full"
+	@echo "                   WORKLOAD= RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S="
 	@echo "  report           RUN= RESULTS_DIR="
 	@echo "  any              PYTHON= (makes the environment)  TORCH_INDEX_URL= (a mirror to take torch from)"
 	@echo "  e.g. make book TARGET=mi355x"
@@ -29,10 +30,10 @@ run:  ## measure only: records in RESULTS_DIR
 	@$(IN_ENV) escher run$(MEASURE)
 
 report:  ## build the pages again from the records of RUN
-	@$(IN_ENV) escher report$(call flag,RUN,run)$(call flag,RESULTS_DIR,results-dir)
+	@$(IN_ENV) escher report$(if $(RUN), $(call quote,$(RUN)))$(call flag,RESULTS_DIR,results-dir)
 
 lab:  ## open the notebooks in JupyterLab
-	@$(IN_ENV) jupyter lab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
+	@$(IN_ENV) jupyter lab$(if $(filter 0,$(shell id -u)), --allow-root) --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks
 
 sample:  ## make the committed sample runs again
 	@$(IN_ENV) python tests/make_sample.py

@@ -352,6 +352,7 @@ def machine(run: LoadedRun) -> Table:
     items = [("device", f"{device.count} x {device.raw_name}" if device.kind != "cpu" else "CPU host")]
     if device.kind != "cpu":
         items += [
+            ("measured on", f"device 0 of {device.count}"),
             ("architecture", device.arch),
             ("compute units", device.compute_units),
             ("device memory", size(device.total_memory_bytes)),

@@ -215,7 +215,12 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
             session.skip(row, why)
         return
     session.warm_up(machine)
-    buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)))
+    try:
+        buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)))
+    except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors; another process may hold the memory
+        for row in rows:
+            session.skip(row, f"three buffers of {size_name(largest)} were refused: {str(exc).splitlines()[0]}")
+        return
     session.anchor()
     session.run_blocks([buffers.prepare(row) for row in rows])
     session.anchor()

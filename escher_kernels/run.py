@@ -166,7 +166,7 @@ def measure_family(
         },
         software=software(),
         git=environment.git_state(ROOT),
-        argv=list(sys.argv),
+        argv=["notebook"] if "ipykernel" in sys.modules else [Path(sys.argv[0]).name, *sys.argv[1:]],
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     path = records_path(run_dir, family)

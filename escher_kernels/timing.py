@@ -151,7 +151,8 @@ class GpuTimer:
         return max(1, math.ceil(self.empty_pair_s / EMPTY_PAIR_FRAC / call_s)) if call_s > 0 else 1000
 
     def estimate(self, call: Callable[[int], Any], first: int) -> float:
-        return self.samples(call, first, 1, 5)[0][0] / 5
+        once = self.samples(call, first, 1, 1)[0][0]
+        return once if once > 1e-3 else self.samples(call, first, 1, 5)[0][0] / 5
 
     def samples(self, call: Callable[[int], Any], first: int, count: int, calls: int) -> tuple[list[float], list[str]]:
         """`count` samples of `calls` calls each, seconds a sample; flags."""
@@ -314,9 +315,15 @@ class Session:
         self.record(case, skipped=reason)
 
     def estimate(self, call: Callable[[int], Any], turn: int = 0) -> float:
-        """Seconds one call takes undisturbed: the least of three, after one untimed. Sizes samples; never a result."""
+        """Seconds one call takes undisturbed, after one untimed: the least of three where calls are short.
+
+        Sizes samples; never a result.
+        """
         call(turn)
-        return max(min(self.timer.estimate(call, turn) for _ in range(3)), 1e-9)
+        least = self.timer.estimate(call, turn)
+        for _ in range(2 if least < 0.05 else 0):
+            least = min(least, self.timer.estimate(call, turn))
+        return max(least, 1e-9)
 
     def warm_up(self, machine: Machine) -> None:
         """Prepare the anchors, then call the fixed GEMM until its time is level, or the budget is spent.

@@ -474,7 +474,7 @@ def test_device_and_index_go_to_set_up_too():
 
 def test_the_other_targets():
     assert words_after(make_line("report", "RUN=a b", "RESULTS_DIR=r", "TARGET=x"), "--") == [
-        *("escher", "report", "--run", "a b", "--results-dir", "r")
+        *("escher", "report", "a b", "--results-dir", "r")
     ]
     assert words_after(make_line("test"), "--") == ["python", "-m", "pytest"]
     assert make_line("test-all").rstrip().endswith('-- python -m pytest -m ""')
