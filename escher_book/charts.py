@@ -180,10 +180,3 @@ def _cache_marks(run: LoadedRun) -> list[tuple[str, float]]:
         return []
     named = [("L2", profile.l2_bytes), ("last-level cache", profile.llc_bytes)]
     return [(f"{name}, {size(n)}", n / MIB) for name, n in named if n and math.isfinite(n)]
-
-
-BY_FAMILY = {
-    "environment": {},
-    "compute": {"A2_gemm_sweep": gemm_sweep},
-    "bandwidth": {"A3_bandwidth": bandwidth, "A3b_cache_curve": cache_curve},
-}

@@ -34,15 +34,11 @@ def memory_name(run: LoadedRun) -> str:
     return "HBM" if profile and (profile.memory_type or "").upper().startswith("HBM") else "Memory"
 
 
-def title(family: str, run: LoadedRun) -> str:
-    """The page's heading for the device that was measured."""
-    where = device_name(run)
+def title(heading: str, run: LoadedRun) -> str:
+    """A notebook's heading for the device that was measured: its memory, its GEMM dtype, its name."""
     dtype = derive.compute(run).dtype.upper() if "compute" in run.files else "BF16"
-    return {
-        "environment": f"Environment: {where}",
-        "compute": f"{dtype} GEMM: {where}",
-        "bandwidth": f"{memory_name(run)} bandwidth: {where}",
-    }[family]
+    words = heading.replace("Memory", memory_name(run)).replace("BF16", dtype)
+    return f"{words}: {device_name(run)}"
 
 
 def banners(run: LoadedRun) -> list[tuple[str, str]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from pathlib import Path
 from typing import Any
 
-from escher_book import charts, findings, runner, stage, tables, vega
+from escher_book import findings, runner, stage, tables, vega
 from escher_book.runner import Console, Outcome, RunError
 from escher_kernels import targets
-from escher_kernels.records import RecordError, write_bytes_atomic, write_text_atomic
+from escher_kernels.records import RecordError, read_json, write_bytes_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
 from validation import derive
 from validation.derive import LoadedRun
@@ -34,7 +35,7 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
     Raises RunError, RecordError, ConfigError or BookError, each one line.
     """
     try:
-        settings = Settings.from_json(derive.records.read_json(run_dir / "run.json")["settings"])
+        settings = Settings.from_json(read_json(run_dir / "run.json")["settings"])
     except RecordError:
         derive.load(run_dir)  # says in one line what is missing
         raise
@@ -47,8 +48,7 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
         for family in runner.families():
             if family in run.files and not (executed or {}).get(family):
                 replayed[family] = runner.execute(run_dir, family, True, settings, None, console, REPLAY_TIMEOUT_S)
-    write_tables(run)
-    write_plots(run)
+    write_tables_and_plots(run)
     meta = stage.BookMeta(
         title=run.config["project"]["title"],
         run_id=run.info["run_id"],
@@ -85,7 +85,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
             reason = ended.get("message") or "this family was not chosen for this run"
         out[source.stem] = stage.PageInfo(
             notebook=shown,
-            title=findings.title(family, run),
+            title=findings.title(heading(source), run),
             subtitle=findings.provenance(run),
             banner=banner,
             reason=reason,
@@ -94,33 +94,32 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
     return out
 
 
-def write_tables(run: LoadedRun) -> None:
-    """tables/<name>.csv: the rows of every table in base units."""
-    for family, builders in tables.BY_FAMILY.items():
-        if family not in run.files and family != "environment":
+def write_tables_and_plots(run: LoadedRun) -> None:
+    """tables/<name>.csv (base units) and plots/<title>.svg and .png of every table and chart that the pages show."""
+    written = set()
+    for source in runner.families().values():
+        path = run.directory / "notebooks" / source.name
+        if not path.is_file():
             continue
-        for build in builders:
-            table = build(run)
-            names = list(dict.fromkeys(key for row in table.raw for key in row))
-            text = io.StringIO()
-            writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table.raw)
-            write_text_atomic(run.directory / "tables" / f"{table.name}.csv", text.getvalue())
+        for cell in read_json(path)["cells"]:
+            for data in (output.get("data", {}) for output in cell.get("outputs", [])):
+                if table := data.get(tables.RAW):
+                    out = run.directory / "tables" / f"{table['name']}.csv"
+                    write_text_atomic(out, as_csv([table["columns"], *table["rows"]]))
+                    written.add(out)
+                if spec := data.get(vega.MIME):
+                    stem = run.directory / "plots" / re.sub(r"\W+", "_", vega.title(spec))
+                    write_text_atomic(stem.with_suffix(".svg"), vega.svg(spec))
+                    write_bytes_atomic(stem.with_suffix(".png"), vega.png(spec))
+                    written |= {stem.with_suffix(".svg"), stem.with_suffix(".png")}
+    for stale in {*run.directory.glob("tables/*"), *run.directory.glob("plots/*")} - written:
+        stale.unlink()
 
 
-def write_plots(run: LoadedRun) -> None:
-    """plots/<id>.svg and .png of every chart that has something to show."""
-    for family, builders in charts.BY_FAMILY.items():
-        if family not in run.files:
-            continue
-        for name, build in builders.items():
-            chart = build(run)
-            if isinstance(chart, findings.Text):
-                continue
-            spec = chart.to_dict()
-            write_text_atomic(run.directory / "plots" / f"{name}.svg", vega.svg(spec))
-            write_bytes_atomic(run.directory / "plots" / f"{name}.png", vega.png(spec))
+def as_csv(rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def landing(run: LoadedRun) -> str:
@@ -141,6 +140,12 @@ def landing(run: LoadedRun) -> str:
     return "\n\n".join(parts)
 
 
+def heading(source: Path) -> str:
+    """The notebook's own heading, which `findings.title` makes the device's."""
+    first = "".join(read_json(source)["cells"][0]["source"])
+    return first.partition("\n")[0].removeprefix("# ").strip()
+
+
 READ_ME_FIRST = """\
 Every number is the median of block medians; the interval behind it holds the true median with at least 95 %
 probability if it has six blocks. A rate is work over time, and the work is stated: see the
@@ -157,7 +162,7 @@ def family_table(run: LoadedRun) -> str:
         status = ended.get("status") or ("ok" if family in run.files else "not run")
         records = len(run.records(family))
         rows.append(
-            f'<tr><td><a href="notebooks/{source.stem}.html">{html.escape(findings.title(family, run))}</a></td>'
+            f'<tr><td><a href="notebooks/{source.stem}.html">{html.escape(findings.title(heading(source), run))}</a></td>'
             f'<td><span class="pill {pills.get(status, "fail")}">{html.escape(status)}</span></td>'
             f'<td class="num">{records:,}</td><td class="num">{tables.seconds(ended.get("seconds"))}</td>'
             f"<td>{html.escape(ended.get('message', ''))}</td></tr>"

@@ -27,6 +27,7 @@ from escher_book import notebook
 from escher_kernels import METHOD, environment
 from escher_kernels.records import SCHEMA, RecordError, read_json, write_failed, write_json_atomic
 from escher_kernels.run import ROOT, Settings
+from escher_kernels.run import families as registry
 
 NOTEBOOKS = ROOT / "notebooks"
 TIMEOUT_S = {"quick": 300, "standard": 1200, "full": 7200}
@@ -37,11 +38,8 @@ class RunError(Exception):
 
 
 def families() -> dict[str, Path]:
-    """The registry of families: notebooks/NN_<family>.ipynb, in order."""
-    found = {}
-    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        found[path.stem.partition("_")[2]] = path
-    return found
+    """Family -> its notebook, in the order of the book."""
+    return {family: NOTEBOOKS / f"{stem}.ipynb" for family, stem in registry().items()}
 
 
 def choose(text: str | None) -> list[str]:

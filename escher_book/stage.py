@@ -226,7 +226,8 @@ def _output(output: Any, hide: _Paths) -> Any | None:
     output["metadata"] = {}
     if "execution_count" in output:
         output["execution_count"] = None
-    data = {mime: _shorten(value) if mime == "text/plain" else value for mime, value in output.data.items()}
+    shown = {mime: value for mime, value in output.data.items() if not mime.startswith("application/vnd.escher.")}
+    data = {mime: _shorten(value) if mime == "text/plain" else value for mime, value in shown.items()}
     if "text/plain" in data:
         data["text/plain"] = hide(_ANSI.sub("", data["text/plain"]))
     size = len(json.dumps(data, ensure_ascii=False).encode("utf-8", "surrogatepass"))

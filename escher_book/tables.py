@@ -17,6 +17,7 @@ from validation import derive
 from validation.derive import Basis, LoadedRun, Row
 
 NOISY = "NOISY: "
+RAW = "application/vnd.escher.rows+json"  # what an executed notebook keeps for tables/*.csv
 TERA, GIGA, MIB, GIB = 1e12, 1e9, 2**20, 2**30
 NONE = "–"
 
@@ -113,8 +114,14 @@ class Table:
         head = line([c.title for c in self.columns])
         return "\n".join([f"**{self.caption}**", "", head, rule, *map(line, self.cells)])
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/html": self.to_html(), "text/markdown": self.to_markdown(), "text/plain": self.caption}
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        columns = list(dict.fromkeys(key for row in self.raw for key in row))
+        return {
+            "text/html": self.to_html(),
+            "text/markdown": self.to_markdown(),
+            "text/plain": self.caption,
+            RAW: {"name": self.name, "columns": columns, "rows": [[row.get(c) for c in columns] for row in self.raw]},
+        }
 
 
 def notes(row: Row) -> str:
@@ -416,10 +423,3 @@ def instrument(run: LoadedRun) -> Table:
         Column("notes", notes),
     ]
     return Table("environment_instrument", "The instrument itself", columns, rows, [raw_row(r) for r in rows])
-
-
-BY_FAMILY: dict[str, tuple[Callable[[LoadedRun], Table], ...]] = {
-    "environment": (machine, checks, software, settings, instrument),
-    "compute": (gemms, roof_search, gemm_errors, probes),
-    "bandwidth": (plateaus, bandwidth_rows, copies, cache_curve),
-}

@@ -17,7 +17,7 @@ from escher_kernels.records import RecordError
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m escher_kernels", description=__doc__.splitlines()[0])
-    parser.add_argument("family", choices=[*run.NUMBERS, "plan"])
+    parser.add_argument("family", choices=[*run.families(), "plan"])
     parser.add_argument("--run", type=Path, help="directory the records go to")
     for f in dataclasses.fields(run.Settings):
         parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default)

@@ -19,7 +19,6 @@ from escher_kernels.records import Run, Writer, write_json_atomic
 from escher_kernels.timing import BUDGETS, CpuTimer, GpuTimer, Machine, Progress, Session
 
 ROOT = Path(__file__).resolve().parent.parent
-NUMBERS = {"environment": 0, "compute": 1, "bandwidth": 2}  # file names sort as the book does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +47,14 @@ class Settings:
         return out
 
 
+def families() -> dict[str, str]:
+    """The registry of families: notebooks/NN_<family>.ipynb. Family -> NN_family, in the order of the book."""
+    stems = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    return {stem.partition("_")[2]: stem for stem in stems}
+
+
 def records_path(run_dir: Path, family: str) -> Path:
-    return Path(run_dir) / "records" / f"{NUMBERS[family]:02d}_{family}.jsonl"
+    return Path(run_dir) / "records" / f"{families()[family]}.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +65,14 @@ class Plan:
     found: targets.Found
     selection: targets.Selection
     spec: workload.Spec
+    config: targets.Config
 
     def to_json(self) -> dict[str, Any]:
         """The plan, and the fingerprint of the machine before anything runs on it (env.json)."""
         return {
             "target": {"found": self.found.to_json(), **self.selection.to_json()},
             "workload": self.spec.to_json(),
-            "env": environment_of(self.found),
+            "env": environment_of(self.found, self.config),
         }
 
 
@@ -79,14 +85,14 @@ def plan(settings: Settings) -> Plan:
     found = targets.detect(settings.device)
     selection = targets.resolve(settings.target, found, config)
     spec = workload.load(settings.workload)
-    return Plan(settings, found, selection, workload.derive_for_cpu(spec) if found.kind == "cpu" else spec)
+    return Plan(settings, found, selection, workload.derive_for_cpu(spec) if found.kind == "cpu" else spec, config)
 
 
-def environment_of(found: targets.Found) -> dict[str, Any]:
+def environment_of(found: targets.Found, config: targets.Config) -> dict[str, Any]:
+    """env.json: the fingerprint, the pre-run checks, and on a CPU the nominal FLOP a clock of its kind."""
     env = environment.fingerprint(found.to_json())
     env["checks"] = environment.checks(env)
     if found.kind == "cpu":
-        config = targets.load_config()
         names = ("uarch", "bf16", "fp32", "note")
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -140,8 +146,8 @@ def measure_family(
     Raises RecordError where the file exists or cannot be written, and what `plan` raises. A case that cannot run is a
     record with its reason, never an exception.
     """
-    if family not in NUMBERS:
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(NUMBERS)}")
+    if family not in families():
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(families())}")
     import torch
 
     progress = progress or Progress(family)
@@ -172,7 +178,7 @@ def measure_family(
     path = records_path(run_dir, family)
     with Writer(path, run) as out:
         if not (Path(run_dir) / "env.json").exists():
-            write_json_atomic(Path(run_dir) / "env.json", environment_of(chosen.found))
+            write_json_atomic(Path(run_dir) / "env.json", environment_of(chosen.found, chosen.config))
         timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
         budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
         session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration)
