@@ -7,6 +7,7 @@ writing. Raw samples and declared work are stored; rates, means and percentages 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1  # 1: first version. Raise it when a field changes its meaning, and say here what changed.
+
+LONE_SURROGATES = "backslashreplace"  # argv and paths that are not UTF-8 hold them; \udcXX is how JSON escapes one
 
 ROLES = ("case", "search", "anchor", "warmup", "probe", "pair")
 
@@ -132,7 +135,10 @@ def _run(data: dict[str, Any], path: Path) -> Run:
     missing = [name for name in _REQUIRED_RUN if name not in data]
     if missing:
         raise ValueError(f"header lacks {missing[0]!r}")
-    return Run(**{k: v for k, v in data.items() if k in _RUN_FIELDS})
+    unknown = set(data) - set(_RUN_FIELDS)
+    if unknown:
+        raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
+    return Run(**data)
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,8 @@ def read(path: Path) -> RecordFile:
         except (ValueError, TypeError) as exc:
             if last_and_cut and run is not None:
                 return RecordFile(run, records, truncated=True)
-            raise RecordError(f"{path}:{number}: corrupt record ({exc}); delete that line to keep the others") from None
+            mend = "delete that line to keep the others" if run else "measure the family again"
+            raise RecordError(f"{path}:{number}: corrupt record ({exc}); {mend}") from None
     if run is None:
         raise RecordError(f"{path}: empty; delete the file and measure the family again")
     return RecordFile(run, records, truncated=False)
@@ -190,14 +197,20 @@ class Writer:
 
     def __init__(self, path: Path, run: Run):
         self.path, self.count = Path(path), 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header = to_line(run)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "xb", buffering=0)
         except FileExistsError:
             raise RecordError(f"{self.path}: exists already; measure into a new run directory") from None
         except OSError as exc:
-            raise RecordError(f"{self.path}: cannot be written: {exc.strerror or exc}") from None
-        self._append(to_line(run))
+            raise RecordError(write_failed(self.path, exc)) from None
+        try:
+            self._append(header)
+        except RecordError:
+            self._file.close()
+            self.path.unlink()  # without a header it could be neither read nor measured into again
+            raise
 
     def write(self, record: Record) -> None:
         self._append(to_line(record))
@@ -205,15 +218,16 @@ class Writer:
 
     def _append(self, line: str) -> None:
         start = self._file.tell()
-        data = line.encode("utf-8") + b"\n"
+        data = line.encode("utf-8", LONE_SURROGATES) + b"\n"
         try:
             done = 0
             while done < len(data):
                 done += self._file.write(data[done:])
             os.fsync(self._file.fileno())
         except OSError as exc:
-            self._file.truncate(start)
-            self._file.seek(start)
+            with contextlib.suppress(OSError):  # a reader forgives a cut-off last line
+                self._file.truncate(start)
+                self._file.seek(start)
             raise RecordError(write_failed(self.path, exc) + f"; {self.count} records are kept") from None
 
     def __enter__(self) -> Writer:
@@ -259,7 +273,8 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_json_atomic(path: Path, data: Any) -> None:
-    write_text_atomic(path, json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1) + "\n")
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1) + "\n"
+    write_bytes_atomic(path, text.encode("utf-8", LONE_SURROGATES))
 
 
 def read_json(path: Path) -> Any:
