@@ -108,11 +108,12 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a console in locale C must not end a run
     try:
-        status = cli.main(args=argv, prog_name="escher", standalone_mode=False)
+        arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+        status = cli.main(args=arguments, prog_name="escher", standalone_mode=False)
     except click.exceptions.Exit as exc:
         status = exc.exit_code
     except click.UsageError as exc:
-        status = _fail(f"{exc.format_message()} (see: escher {exc.ctx.info_name if exc.ctx else ''} --help)")
+        status = _fail(f"{exc.format_message()} (see: {exc.ctx.command_path if exc.ctx else 'escher'} --help)")
     except (click.Abort, KeyboardInterrupt):
         status = 130
     except EXPECTED as exc:

@@ -76,7 +76,7 @@ def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale:
             out.append(f"That is {percent(share)} of the {basis.label}, {number(basis.rate / scale, 4)} {unit}.")
         elif basis.rate:
             out.append(
-                f"{basis.label} is {number(basis.rate / scale, 4)} {unit}; no share is given, because "
+                f"The {basis.label} is {number(basis.rate / scale, 4)} {unit}; no share is given, because "
                 f"another device was measured."
             )
         else:
@@ -126,7 +126,7 @@ def compute(run: LoadedRun) -> Text:
     if hot:
         best = max(hot, key=lambda r: r.flop_s.median)
         above = (
-            f"{len(hot)} rows lie above the roof, the highest {best.case} at {value(best.flop_s, TERA)} TFLOP/s: the "
+            f"{'1 row lies' if len(hot) == 1 else f'{len(hot)} rows lie'} above the roof, the highest {best.case} at {value(best.flop_s, TERA)} TFLOP/s: the "
             f"machine was faster then than while the roof was measured."
         )
     return Text(head, _steadiness(c.anchors, c.converged, roof.time_s), square, above, verdict)

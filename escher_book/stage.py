@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml
 
 ADMONITIONS = ("attention", "caution", "danger", "error", "hint", "important", "note", "seealso", "tip", "warning")
@@ -120,6 +119,8 @@ def stage(
 def transform(notebook: Mapping[str, Any], page: PageInfo, hide: Mapping[Path, str] | None = None) -> str:
     """The executed `notebook` as the JSON text of a book page; see the module's docstring. Deterministic.
     `hide` maps folders to what is shown instead of their paths in printed text and errors."""
+    import nbformat  # takes 2 s, which no other command must wait for
+
     paths = hide if isinstance(hide, _Paths) else _Paths(hide or {})
     source = nbformat.from_dict(json.loads(json.dumps(notebook)))
     cells = [cell for cell in (_cell(cell, paths) for cell in source.cells) if cell is not None]
@@ -158,6 +159,8 @@ def _plain(text: str) -> str:
 def _notebook_page(name: str, page: PageInfo, hide: _Paths) -> tuple[str, str]:
     if page.notebook is None:
         return f"{name}.md", _stub(page)
+    import nbformat
+
     try:
         notebook = nbformat.read(page.notebook, as_version=4)
     except (OSError, nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
@@ -234,7 +237,7 @@ def _output(output: Any, hide: _Paths) -> Any | None:
     if size > OUTPUT_LIMIT_BYTES:
         kinds = ", ".join(sorted(data))
         data = {"text/plain": f"[output of {size / 1e6:.1f} MB left out; the limit is {_LIMIT_TEXT}: {kinds}]"}
-    output["data"] = nbformat.from_dict(data)
+    output["data"] = type(output.data)(data)
     return output
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ NOISY = "NOISY: "
 RAW = "application/vnd.escher.rows+json"  # what an executed notebook keeps for tables/*.csv
 TERA, GIGA, MIB, GIB = 1e12, 1e9, 2**20, 2**30
 NONE = "–"
+MARKDOWN = re.compile(r"([\\`*_\[\]<|])")
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -92,6 +94,9 @@ class Table:
         self.cells = [[column.show(item) for column in self.columns] for item in items]
 
     def to_html(self) -> str:
+        if not self.cells:
+            return f'<p class="subtitle">{html.escape(self.caption)}: nothing to show.</p>'
+
         def cell(tag: str, column: Column, text: str) -> str:
             mark = ' class="num"' if column.numeric else ""
             return f"<{tag}{mark}>{html.escape(text)}</{tag}>"
@@ -108,7 +113,7 @@ class Table:
 
     def to_markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
+            return "| " + " | ".join(MARKDOWN.sub(r"\\\1", " ".join(text.split())) for text in cells) + " |"
 
         rule = "|" + "|".join("---:" if c.numeric else "---" for c in self.columns) + "|"
         head = line([c.title for c in self.columns])
@@ -199,16 +204,12 @@ def roof_search(run: LoadedRun, best: int = 12) -> Table:
     def best_sample(row: Row) -> float:
         return row.flop / min(row.blocks[0])
 
-    def check(row: Row) -> str:
-        winner = c.roof and layout(row) == layout(c.roof)
-        return "full" if winner else (row.error or {}).get("check", "freivalds")
-
     timed = sorted((r for r in c.search if r.flop_s), key=best_sample, reverse=True)
     columns = [
         Column("M×N×K, layout", layout),
         Column("round", lambda r: str(r.params["round"]), True),
         Column("best sample, TFLOP/s", lambda r: number(best_sample(r) / TERA), True),
-        Column("checked", check),
+        Column("checked", lambda r: (r.error or {}).get("check", "freivalds")),
     ]
     caption = f"Roof search: the best {min(best, len(timed))} of {len(timed)} shapes tried (three samples each)"
     return Table("compute_search", caption, columns, timed[:best], [raw_row(r) for r in c.search])

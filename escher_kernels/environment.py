@@ -39,6 +39,7 @@ BOOT_OPTIONS = re.compile(
     r"\b(?:iommu|amd_iommu|intel_iommu|mitigations|isolcpus|nohz_full|hugepages|hugepagesz|pci"
     r"|numa_balancing|transparent_hugepage|processor\.max_cstate|intel_idle\.max_cstate)=\S+"
 )
+INACTIVE_FILE = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
 SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
 
 
@@ -142,7 +143,7 @@ def cpu_allowance(root: Path = Path("/"), affinity: list[int] | None = None) -> 
 def memory(root: Path = Path("/")) -> dict[str, Any]:
     """Bytes of memory: of the host, the tightest control group's limit, what is usable, and what bounds it.
 
-    `usable_bytes` = min(available on the host, limit - already used in that group).
+    `usable_bytes` = min(available on the host, limit - used in that group without file cache that can be dropped).
     """
     meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.M))
     total = int(meminfo["MemTotal"]) * 1024 if "MemTotal" in meminfo else None
@@ -157,7 +158,9 @@ def memory(root: Path = Path("/")) -> dict[str, Any]:
             limit, used = _text(group / limit_file), _text(group / used_file)
             if not limit or not limit.isdigit() or (total and int(limit) >= total):
                 continue
-            left = max(0, int(limit) - (int(used) if used and used.isdigit() else 0))
+            droppable = max(map(int, INACTIVE_FILE.findall(_text(group / "memory.stat") or "")), default=0)
+            in_use = max(0, int(used) - droppable) if used and used.isdigit() else 0
+            left = max(0, int(limit) - in_use)
             if out["limit_bytes"] is None or int(limit) < out["limit_bytes"]:
                 out["limit_bytes"] = int(limit)
             if usable is None or left < usable:

@@ -120,7 +120,7 @@ def slope(times_s: Sequence[float], values: Sequence[float]) -> float:
     """
     if len(values) < 2:
         return 0.0
-    step = max(1, len(values) // 64)  # at most ~2000 pairs
+    step = math.ceil(len(values) / 64)  # at most 2016 pairs
     points = list(zip(times_s[::step], values[::step], strict=True))
     slopes = [(v2 - v1) / (t2 - t1) for i, (t1, v1) in enumerate(points) for t2, v2 in points[i + 1 :] if t2 > t1]
     if not slopes:

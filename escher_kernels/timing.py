@@ -230,8 +230,7 @@ def anchors(machine: Machine) -> list[Prepared]:
 
 def cpu_disturbance() -> dict[str, float]:
     """Counters that tell what else ran: own CPU seconds, steal, pressure-stall seconds. A missing one is left out."""
-    times = os.times()
-    out = {"cpu_s": times.user + times.system, "wall_s": time.monotonic()}
+    out = {"cpu_s": time.process_time(), "wall_s": time.monotonic()}  # os.times() counts in ticks of 10 ms
     try:
         fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()
         out["steal_s"] = int(fields[8]) / os.sysconf("SC_CLK_TCK")
@@ -300,6 +299,7 @@ class Session:
         self.started = clock()
         self._anchors: list[Prepared] = []
         self._anchor_turn = 0
+        self._gemm_flop_s: float | None = None  # of the fixed GEMM, to foresee a case that would run away
 
     def record(self, case: Case, **fields: Any) -> Record:
         """Write one record of `case`."""
@@ -320,16 +320,15 @@ class Session:
         Sizes samples; never a result.
         """
         call(turn)
-        least = self.timer.estimate(call, turn)
-        for _ in range(2 if least < 0.05 else 0):
-            least = min(least, self.timer.estimate(call, turn))
-        return max(least, 1e-9)
+        seconds = [self.timer.estimate(call, turn)]
+        seconds += [self.timer.estimate(call, turn) for _ in range(2 if seconds[0] < 0.05 else 0)]
+        return min((s for s in seconds if s > 0), default=1e-9)  # event times can come out negative
 
     def warm_up(self, machine: Machine) -> None:
         """Prepare the anchors, then call the fixed GEMM until its time is level, or the budget is spent.
 
-        Level: it changes by at most 2 % either way over the window, so that neither a clock still rising nor the boost
-        before a power limit bites passes for steady.
+        Level: it changes by at most 2 % either way over the window, and the window's last quarter differs by no more from
+        the whole, so that neither a clock still rising nor the boost before a power limit bites passes for steady.
         """
         self.progress("warm-up")
         self._anchors = anchors(machine)
@@ -338,6 +337,7 @@ class Session:
         if self.budget.name == "quick":
             window, limit = window / 5, limit / 8
         call_s = self.estimate(item.call)
+        self._gemm_flop_s = item.case.flop / call_s
         calls = max(self.timer.calls_for(call_s), math.ceil(window / 200 / call_s))
         began, stamps, values, level = self.clock(), [], [], False
         while not level and (self.clock() - began < limit or len(values) < 2):
@@ -345,7 +345,9 @@ class Session:
             stamps.append(self.clock() - began)
             recent = [i for i, t in enumerate(stamps) if t >= stamps[-1] - window]
             if stamps[-1] >= window and len(recent) >= 3:
-                level = abs(slope([stamps[i] for i in recent], [values[i] for i in recent])) <= LEVEL_FRAC
+                span = [values[i] for i in recent]
+                late = statistics.median(span[-(len(span) // 4 or 1) :]) / statistics.median(span) - 1
+                level = max(abs(slope([stamps[i] for i in recent], span)), abs(late)) <= LEVEL_FRAC
         self.record(
             replace(item.case, role="warmup"), samples_s=tuple(values[:: max(1, len(values) // 200)]),
             calls_per_sample=calls, backend=item.backend, flags=() if level else ("NOT_LEVEL",),
@@ -355,9 +357,9 @@ class Session:
         """Run the fixed GEMM and the fixed copy once more; `block` counts how often they ran."""
         for item in self._anchors:
             call_s = self.estimate(item.call)
-            item.calls = self.timer.calls_for(call_s)
             seconds = self.timer.anchor_s / (4 if self.budget.name == "quick" else 1)
-            item.samples = min(200, max(3, math.ceil(seconds / (call_s * item.calls))))
+            item.calls = max(self.timer.calls_for(call_s), math.ceil(seconds / 200 / call_s))
+            item.samples = max(3, math.ceil(seconds / (call_s * item.calls)))
             self._block(item, self._anchor_turn)
         self._anchor_turn += 1
 
@@ -392,8 +394,15 @@ class Session:
         if item.sampler:
             item.blocks = frozenset(range(self.budget.blocks))
             return True
-        item.poison()
-        item.call(0)
+        if item.case.flop and self._gemm_flop_s and self._too_long(item, item.case.flop / self._gemm_flop_s, limit_s):
+            return False  # before the first call: an emulated dtype can make one last minutes
+        try:
+            item.poison()
+            item.call(0)
+            self.timer.synchronize()
+        except RuntimeError as exc:  # out of memory, no kernel for the dtype, ...
+            self.skip(item.case, f"{type(exc).__name__}: {exc}".splitlines()[0])
+            return False
         if item.check:
             error = item.check(0, full_check)
             if full_check or not error["ok"]:
@@ -404,8 +413,7 @@ class Session:
         item.turn = 2
         item.calls = self.timer.calls_for(call_s)
         sample_s = call_s * item.calls
-        if sample_s * 3 > limit_s:
-            self.skip(item.case, f"three samples would take {sample_s * 3:.3g} s, a case may take {limit_s:.3g} s")
+        if self._too_long(item, sample_s, limit_s):
             return False
         total = self.budget.blocks
         fitting = min(total, max(3, int(limit_s / sample_s)))
@@ -414,6 +422,13 @@ class Session:
             item.flags = (*item.flags, "INSUFFICIENT")
         most = min(MAX_SAMPLES_PER_BLOCK, max(1, self.timer.max_enqueued // item.calls))
         item.samples = min(most, max(1, int(self.budget.block_s * item.share / sample_s)))
+        return True
+
+    def _too_long(self, item: Prepared, sample_s: float, limit_s: float) -> bool:
+        """Skip a case (with a record) of which not even three samples fit its budget."""
+        if sample_s * 3 <= limit_s:
+            return False
+        self.skip(item.case, f"three samples would take about {sample_s * 3:.3g} s, a case may take {limit_s:.3g} s")
         return True
 
     def run_blocks(self, prepared: Sequence[Prepared]) -> None:
@@ -433,12 +448,12 @@ class Session:
             left = (self.clock() - began) * (1 - done) / done
             self.progress(f"block {block + 1} of {self.budget.blocks}, about {left:.0f} s left")
 
-    def _checked_block(self, item: Prepared, block: int) -> None:
+    def _checked_block(self, item: Prepared, block: int, **fields: Any) -> None:
         """A block; the outputs of a case's first and last one are poisoned before and checked after."""
         checked = item.check and block in (min(item.blocks), max(item.blocks))
         if checked:
             item.poison()
-        self._block(item, block)
+        self._block(item, block, **fields)
         if checked and not (error := item.check(item.turn - 1, False))["ok"]:
             self.record(item.case, error=error, backend=item.backend, block=block)
 
@@ -449,4 +464,4 @@ class Session:
             for repeat in range(repeats):
                 for order, item in enumerate(items):
                     item.samples = 1
-                    self._block(item, block, pair_id=f"{block}.{repeat}", order=order)
+                    self._checked_block(item, block, pair_id=f"{block}.{repeat}", order=order)

@@ -98,7 +98,7 @@ def names() -> list[str]:
         try:
             if "hidden" in json.loads(path.read_text(encoding="utf-8")):
                 out.append(path.stem)
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             continue
     return out
 

@@ -98,6 +98,7 @@ class Row:
     lost_cpu_frac: float | None = None
     outlier_count: int = 0
     blocks: tuple[tuple[float, ...], ...] = field(default=(), repr=False)  # seconds a call
+    block_numbers: tuple[int, ...] = field(default=(), repr=False)  # of `blocks`
 
 
 def rows(items: Iterable[Record], config: targets.Config) -> list[Row]:
@@ -132,12 +133,14 @@ def _row(group: Sequence[Record], config: targets.Config, anchor_moved: bool) ->
         skipped=next((r.skipped for r in group if r.skipped), None),
     )  # fmt: skip
     flags = list(dict.fromkeys(f for r in group for f in r.flags))
+    odd = sum(outliers(r.samples_s, config.threshold("outlier_ratio")) for r in timed)
+    if odd:
+        flags.append(f"OUTLIERS: {odd}")
     good = [r for r in timed if any(s > 0 for s in r.samples_s)]
     if wrong or not good:
-        return Row(**base, flags=tuple(flags))
-    blocks = [tuple(s / r.calls_per_sample for s in r.samples_s if s > 0) for r in good]
-    odd = sum(outliers(r.samples_s, config.threshold("outlier_ratio")) for r in timed)
-    every = [s for b in blocks for s in b]
+        return Row(**base, flags=tuple(flags), outlier_count=odd)
+    blocks = _per_block(good, lambda r, call_s: call_s)
+    every = [s for b in blocks.values() for s in b]
     over_p10 = statistics.median(every) / percentile(every, 10)
     losses = [r.noise["lost_cpu_frac"] for r in good if r.noise and "lost_cpu_frac" in r.noise]
     lost = statistics.median(losses) if losses else None
@@ -147,19 +150,25 @@ def _row(group: Sequence[Record], config: targets.Config, anchor_moved: bool) ->
         flags.append("NOISY: CPU time lost")
     if anchor_moved:
         flags.append("NOISY: anchor moved")
-    if odd:
-        flags.append(f"OUTLIERS: {odd}")
     return Row(
-        **base, time_s=estimate(blocks), flags=tuple(flags), median_over_p10=over_p10, lost_cpu_frac=lost,
-        outlier_count=odd, blocks=tuple(blocks),
-        flop_s=_rate(good, blocks, lambda r: r.flop), bytes_s=_rate(good, blocks, lambda r: r.bytes_moved),
+        **base, time_s=estimate(blocks.values()), flags=tuple(flags), median_over_p10=over_p10, lost_cpu_frac=lost,
+        outlier_count=odd, blocks=tuple(map(tuple, blocks.values())), block_numbers=tuple(blocks),
+        flop_s=_rate(good, lambda r: r.flop), bytes_s=_rate(good, lambda r: r.bytes_moved),
     )  # fmt: skip
 
 
-def _rate(items: Sequence[Record], blocks: Sequence[Sequence[float]], work: Callable) -> Estimate | None:
+def _per_block(items: Iterable[Record], of: Callable[[Record, float], float]) -> dict[int, list[float]]:
+    """Block -> `of(record, seconds a call)` of its positive samples: several records of a block are one block."""
+    out: dict[int, list[float]] = {}
+    for r in items:
+        out.setdefault(r.block, []).extend(of(r, s / r.calls_per_sample) for s in r.samples_s if s > 0)
+    return out
+
+
+def _rate(items: Sequence[Record], work: Callable[[Record], int | None]) -> Estimate | None:
     if not all(work(r) for r in items):
         return None
-    return estimate([[work(r) / s for s in b] for r, b in zip(items, blocks, strict=True)])
+    return estimate(_per_block(items, lambda r, call_s: work(r) / call_s).values())
 
 
 @dataclass(frozen=True)
@@ -178,11 +187,13 @@ def anchors(items: Iterable[Record], config: targets.Config) -> list[Anchor]:
     out = []
     found: dict[str, list[Record]] = {}
     for r in items:
-        if r.role == "anchor" and r.samples_s:
+        if r.role == "anchor" and any(s > 0 for s in r.samples_s):
             found.setdefault(r.case, []).append(r)
     for case, group in found.items():
         work, unit = ("flop", "FLOP/s") if group[0].flop else ("bytes_moved", "B/s")
-        rates = [getattr(r, work) * r.calls_per_sample / statistics.median(r.samples_s) for r in group]
+        rates = [
+            getattr(r, work) * r.calls_per_sample / statistics.median(s for s in r.samples_s if s > 0) for r in group
+        ]
         moves = [max(a, b) / min(a, b) - 1 for a, b in zip(rates, rates[1:], strict=False)]
         limit = config.threshold("anchor_moved_frac")
         moved = tuple(i for i, m in enumerate(moves) if m > limit)
@@ -274,14 +285,14 @@ def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
             continue
         if r.skipped:
             skipped = r.skipped
-        elif r.samples_s and "thread" in r.params:
+        elif (best_s := _best_s(r)) and "thread" in r.params:
             bests = threads.setdefault(r.params["of"], {})
-            bests[r.params["thread"]] = max(bests.get(r.params["thread"], 0.0), r.flop / min(r.samples_s))
-        elif r.samples_s:
+            bests[r.params["thread"]] = max(bests.get(r.params["thread"], 0.0), r.flop / best_s)
+        elif best_s:
             groups.setdefault(r.case, []).append(r)
     out = []
     for case, group in groups.items():
-        bests = [[r.flop / min(r.samples_s)] for r in group]
+        bests = [[r.flop / _best_s(r)] for r in group]
         own = threads.get(case, {})
         together = max(b[0] for b in bests)
         whole = len(own) == group[0].params["threads"]
@@ -297,12 +308,16 @@ def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
     return sorted(out, key=lambda p: -p.best_flop_s), skipped
 
 
+def _best_s(record: Record) -> float | None:
+    return min((s for s in record.samples_s if s > 0), default=None)
+
+
 def _clock(items: Iterable[Record]) -> tuple[float | None, str]:
     """The clock from the best slice of each dependent chain; unknown where two chains differ by more than 3 %."""
     best: dict[str, float] = {}
     for r in items:
-        if r.role == "probe" and r.case.startswith("clock.") and r.samples_s:
-            best[r.case] = max(best.get(r.case, 0.0), r.params["cycles"] / min(r.samples_s))
+        if r.role == "probe" and r.case.startswith("clock.") and (best_s := _best_s(r)):
+            best[r.case] = max(best.get(r.case, 0.0), r.params["cycles"] / best_s)
     if not best:
         return None, "not probed"
     low, high = min(best.values()), max(best.values())
@@ -320,7 +335,9 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
     elif profile.kind == "gpu":
         rate = profile.dense_peak_flop_s.get(dtype)
         reason = selection.reason if rate else f"{profile.name} has no rated dense {dtype} peak"
-        out.append(Basis("rated", f"{profile.name}, rated dense {dtype.upper()}", rate, reason, selection.same_device))
+        out.append(
+            Basis("rated", f"rated dense {dtype.upper()} peak of {profile.name}", rate, reason, selection.same_device)
+        )
     if run.kind == "cpu":
         if probes:
             best = probes[0]
@@ -373,7 +390,7 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
         bases = [
             Basis(
                 "rated",
-                f"{profile.name}, rated",
+                f"rated bandwidth of {profile.name}",
                 profile.bandwidth_bytes_s,
                 run.selection.reason,
                 run.selection.same_device,
@@ -400,8 +417,11 @@ def _plateau(op: str, cold: Sequence[Row]) -> Plateau | None:
     group = [r for r in cold if r.params["op"] == op and r.params.get("plateau") and r.bytes_s]
     if not group:
         return None
-    per_block = zip(*([r.bytes_moved / statistics.median(b) for b in r.blocks] for r in group), strict=False)
-    blocks = [[statistics.median(rates)] for rates in per_block]
+    medians_s = [{n: statistics.median(b) for n, b in zip(r.block_numbers, r.blocks, strict=True)} for r in group]
+    common = [n for n in medians_s[0] if all(n in other for other in medians_s)]  # a slow size has fewer blocks
+    if not common:
+        return None
+    blocks = [[statistics.median(r.bytes_moved / s[n] for r, s in zip(group, medians_s, strict=True))] for n in common]
     medians = [r.bytes_s.median for r in group]
     spread = max(medians) / min(medians) - 1
     return Plateau(op, estimate(blocks), spread, tuple(r.params["buffer_bytes"] for r in group))
@@ -413,6 +433,7 @@ def _speedup(pairs: Sequence[Row]) -> dict[str, Estimate]:
     out = {}
     for name in ("plain", "streaming"):
         other = by_name.get(name)
-        if ours and other and [len(b) for b in other.blocks] == [len(b) for b in ours.blocks]:
+        same = ours and other and ours.block_numbers == other.block_numbers
+        if same and [len(b) for b in other.blocks] == [len(b) for b in ours.blocks]:
             out[name] = paired_ratio(other.blocks, ours.blocks)
     return out
