@@ -118,16 +118,18 @@ def compute(run: LoadedRun) -> Text:
             f"The best square, {c.best_square.params['m']}, reaches {value(c.best_square.flop_s, TERA)} TFLOP/s, "
             f"{number(share * 100)} % of the roof."
         )
+        if share > 1:
+            square += " A square above the roof means that the search missed it, or that the roof was disturbed."
     wrong = [r.case for r in [*c.rows, *c.search] if r.wrong]
     verdict = f"**Wrong results, shown without a time: {', '.join(wrong)}.**" if wrong else (
         "Every result was right within its bound before it was timed.")  # fmt: skip
-    hot = [r for r in [*c.rows, *c.search] if r.flop_s and r.flop_s.lo > roof.flop_s.hi]
+    hot = [r for r in c.rows if r.flop_s and r.flop_s.lo > roof.flop_s.hi]
     above = None
     if hot:
         best = max(hot, key=lambda r: r.flop_s.median)
         above = (
-            f"{'1 row lies' if len(hot) == 1 else f'{len(hot)} rows lie'} above the roof, the highest {best.case} at {value(best.flop_s, TERA)} TFLOP/s: the "
-            f"machine was faster then than while the roof was measured."
+            f"{'1 row lies' if len(hot) == 1 else f'{len(hot)} rows lie'} above the roof, the highest {best.case} at "
+            f"{value(best.flop_s, TERA)} TFLOP/s: the machine was faster then than while the roof was measured."
         )
     return Text(head, _steadiness(c.anchors, c.converged, roof.time_s), square, above, verdict)
 

@@ -197,6 +197,36 @@ def gemms(run: LoadedRun) -> Table:
     return Table("compute_gemms", caption, columns, ordered, [raw_row(r) for r in ordered])
 
 
+def bases(run: LoadedRun, family: str) -> Table:
+    """The roof beside every figure it may, or may not, be compared with."""
+    if family == "compute":
+        found, scale, unit, rate = derive.compute(run), TERA, "TFLOP/s", "flop_s"
+        roof = found.roof.flop_s if found.roof else None
+    else:
+        found, scale, unit, rate = derive.bandwidth(run), GIGA, "GB/s", "bytes_s"
+        roof = found.roof.bytes_s if found.roof else None
+
+    def share(basis: Basis) -> str:
+        if basis.rate is None:
+            return NONE
+        return percent(basis.frac(roof)) if basis.same_device else "not given: another device"
+
+    items = [("measured roof", value(roof, scale), interval(roof, scale), NONE, "this run")]
+    for b in found.bases:
+        figure = number(b.rate / scale, 4) if b.rate else NONE
+        items.append((b.label, figure, NONE, share(b), b.origin if b.rate else b.reason))
+    columns = [
+        Column("what", lambda i: i[0]),
+        Column(unit, lambda i: i[1], True),
+        Column("interval", lambda i: i[2], True),
+        Column("roof over it", lambda i: i[3], True),
+        Column("where it comes from", lambda i: i[4]),
+    ]
+    raw = [{"what": "measured roof", rate: roof and roof.median, "same_device": True}]
+    raw += [{"what": b.label, rate: b.rate, "same_device": b.same_device} for b in found.bases]
+    return Table(f"{family}_bases", "The roof and what it may be compared with", columns, items, raw)
+
+
 def roof_search(run: LoadedRun, best: int = 12) -> Table:
     """The best candidates of the roof search by their best sample, which chose the next round and is not the roof."""
     c = derive.compute(run)

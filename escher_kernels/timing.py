@@ -41,7 +41,7 @@ class Budget:
 
 
 BUDGETS = {
-    "quick": Budget("quick", block_s=0.02, case_s=4, search_s=3),
+    "quick": Budget("quick", block_s=0.02, case_s=4, search_s=6),
     "standard": Budget("standard", block_s=0.1, case_s=20, search_s=20),
     "full": Budget("full", block_s=1.0, case_s=120, search_s=120, blocks=12),
 }

@@ -210,6 +210,7 @@ class Basis:
     rate: float | None  # FLOP/s or B/s
     reason: str
     same_device: bool
+    origin: str = ""  # where the figure comes from
 
     def frac(self, measured: Estimate | None) -> Estimate | None:
         """Measured over the basis; None unless both belong to the device that was measured."""
@@ -335,16 +336,15 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
     elif profile.kind == "gpu":
         rate = profile.dense_peak_flop_s.get(dtype)
         reason = selection.reason if rate else f"{profile.name} has no rated dense {dtype} peak"
-        out.append(
-            Basis("rated", f"rated dense {dtype.upper()} peak of {profile.name}", rate, reason, selection.same_device)
-        )
+        label = f"rated dense {dtype.upper()} peak of {profile.name}"
+        out.append(Basis("rated", label, rate, reason, selection.same_device, profile.peak_formula))
     if run.kind == "cpu":
         if probes:
             best = probes[0]
             label = f"probed peak of this host ({best.name}, {best.threads} threads)"
-            out.append(Basis("probed", label, best.best_flop_s, "best slice", True))
+            out.append(Basis("probed", label, best.best_flop_s, "", True, "loops of one instruction, best slices"))
         else:
-            why = f"not probed: {skipped}" if skipped else "not probed"
+            why = skipped or "not probed"
             out.append(Basis("probed", "probed peak of this host", None, why, True))
     return out
 
@@ -387,15 +387,9 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
     if profile is None:
         bases = [Basis("rated", "rated", None, f"no rated basis: {run.selection.reason}", False)]
     elif profile.bandwidth_bytes_s:
-        bases = [
-            Basis(
-                "rated",
-                f"rated bandwidth of {profile.name}",
-                profile.bandwidth_bytes_s,
-                run.selection.reason,
-                run.selection.same_device,
-            )  # fmt: skip
-        ]
+        label, same = f"rated bandwidth of {profile.name}", run.selection.same_device
+        origin = f"vendor figure for {profile.memory_type}"
+        bases = [Basis("rated", label, profile.bandwidth_bytes_s, run.selection.reason, same, origin)]
     else:
         bases = [Basis("rated", "rated", None, profile.bandwidth_floor_note, run.selection.same_device)]
     return Bandwidth(
