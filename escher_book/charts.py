@@ -47,7 +47,7 @@ def _rules(frame: pd.DataFrame, unit: str) -> list[alt.Chart]:
         return []
     base = alt.Chart(frame).encode(
         y=alt.Y("rate:Q"),
-        tooltip=[alt.Tooltip("line:N", title="line"), alt.Tooltip("rate:Q", title=unit, format=",.4~g")],
+        tooltip=[alt.Tooltip("line:N", title="line"), alt.Tooltip("rate:Q", title=unit, format=",.4~r")],
     )
     rule = base.mark_rule(strokeDash=[6, 4], size=1.5, color=COLOURS["reference"])
     text = base.mark_text(align="left", baseline="bottom", dx=4, dy=-3, fontSize=11, color=COLOURS["reference"])
@@ -65,9 +65,9 @@ def _tooltips(unit: str, *more: alt.Tooltip) -> list[alt.Tooltip]:
     return [
         alt.Tooltip("name:N", title="case"),
         *more,
-        alt.Tooltip("rate:Q", title=unit, format=",.4~g"),
-        alt.Tooltip("low:Q", title="interval from", format=",.4~g"),
-        alt.Tooltip("high:Q", title="to", format=",.4~g"),
+        alt.Tooltip("rate:Q", title=unit, format=",.4~r"),
+        alt.Tooltip("low:Q", title="interval from", format=",.4~r"),
+        alt.Tooltip("high:Q", title="to", format=",.4~r"),
         alt.Tooltip("samples:Q", title="samples"),
     ]
 

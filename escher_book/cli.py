@@ -36,7 +36,7 @@ def _options(function: Callable) -> Callable:
         click.option("--workload", default="escher_14b_480p", show_default=True, help="a name in configs/, or a .json file"),
         click.option("--report-config", default=None, help="another report_config.json"),
         click.option("--results-dir", default=None, help="where runs go  [default: results]"),
-        click.option("--timeout-s", default=None, type=click.FloatRange(min=1), help="time a family may take"),
+        click.option("--timeout-s", default=None, type=click.IntRange(min=1), help="time a family may take"),
     )):  # fmt: skip
         function = option(function)
     return function
@@ -105,6 +105,9 @@ def report(run_dir: str | None, results_dir: str | None) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs a command and exits with its status; every expected error is one line."""
+    if argv is None and sys.getfilesystemencoding() != "utf-8":  # in locale C a path with an umlaut is no valid text
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a console in locale C must not end a run
     try:
@@ -131,5 +134,4 @@ def _fail(message: str) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUTF8", "1")
     main()

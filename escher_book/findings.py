@@ -20,12 +20,16 @@ class Text:
 
 
 def device_name(run: LoadedRun) -> str:
-    """What was measured, as a person calls it."""
-    found = run.found
-    if found.kind == "cpu":
+    """The one device that was measured, as a person calls it."""
+    if run.found.kind == "cpu":
         return "CPU host"
-    name = run.selection.found_profile.name if run.selection.found_profile else (found.raw_name or "unknown device")
-    return f"{found.count} x {name}" if found.count > 1 else name
+    profile = run.selection.found_profile
+    return profile.name if profile else (run.found.raw_name or "unknown device")
+
+
+def machine_name(run: LoadedRun) -> str:
+    """The machine: how many of its devices."""
+    return f"{run.found.count} x {device_name(run)}" if run.found.count > 1 else device_name(run)
 
 
 def memory_name(run: LoadedRun) -> str:
@@ -62,8 +66,9 @@ def provenance(run: LoadedRun) -> str:
     """One line below every title: the run, its workload and its rules."""
     spec, settings = run.info["workload"], run.info["settings"]
     derived = f" derived from {spec['derived_from']}" if spec.get("derived_from") else ""
+    device = f" Measured on device 0 of {run.found.count}." if run.found.count > 1 else ""
     return (
-        f"Run {run.info['run_id']}, {run.info['created_utc']}. Workload {spec['name']}{derived}: depth {spec['depth']}, "
+        f"Run {run.info['run_id']}, {run.info['created_utc']}.{device} Workload {spec['name']}{derived}: depth {spec['depth']}, "
         f"{spec['query_tokens']} query and {spec['window_tokens']} cached tokens. Budget {settings['budget']}, "
         f"method {run.info['method']}."
     )

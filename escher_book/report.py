@@ -42,9 +42,9 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
     except (KeyError, TypeError, ValueError) as exc:
         raise RunError(f"{run_dir / 'run.json'}: settings cannot be used: {exc}") from None
     run = derive.load(run_dir, targets.load_config(settings.report_config))
-    console("building the book")
     replayed: dict[str, Outcome] = {}
     with runner.private_kernel(run_dir):
+        console("building the book")
         for family in runner.families():
             if family in run.files and not (executed or {}).get(family):
                 replayed[family] = runner.execute(run_dir, family, True, settings, None, console, REPLAY_TIMEOUT_S)
@@ -125,7 +125,7 @@ def as_csv(rows: list[list[Any]]) -> str:
 def landing(run: LoadedRun) -> str:
     """The book's first page: what machine, the headline numbers, how each family ended."""
     parts = [
-        f"# {stage.escape(findings.device_name(run))}",
+        f"# {stage.escape(findings.machine_name(run))}",
         stage.escape(run.config["project"]["subtitle"]) + ".",
         *(stage.admonition(kind, text) for kind, text in findings.banners(run)),
         findings.cards(run),

@@ -52,7 +52,7 @@ def interval(estimate: Estimate | None, scale: float = 1) -> str:
 
 
 def percent(estimate: Estimate | None) -> str:
-    return NONE if estimate is None else f"{number(estimate.median * 100, digits_of(estimate))} %"
+    return NONE if estimate is None else f"{number(estimate.median * 100, min(3, digits_of(estimate)))} %"
 
 
 def seconds(value_s: float | None) -> str:
@@ -79,19 +79,22 @@ def clock(value_hz: float | None) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, what to show of a row, and whether it is a number (aligned right)."""
+    """A heading, what to show of a row, whether it is a number (aligned right), and whether it goes if all are empty."""
 
     title: str
     show: Callable[[Any], str]
     numeric: bool = False
+    optional: bool = False
 
 
 class Table:
     """Rows shown through columns. `raw`: the same rows in base units, for CSV."""
 
     def __init__(self, name: str, caption: str, columns: Sequence[Column], items: Sequence[Any], raw=()):
-        self.name, self.caption, self.columns, self.raw = name, caption, list(columns), list(raw)
-        self.cells = [[column.show(item) for column in self.columns] for item in items]
+        self.name, self.caption, self.raw = name, caption, list(raw)
+        shown = [(c, cells) for c in columns if any(cells := [c.show(i) for i in items]) or not c.optional]
+        self.columns = [column for column, _ in shown]
+        self.cells = [list(row) for row in zip(*(cells for _, cells in shown), strict=True)]
 
     def to_html(self) -> str:
         if not self.cells:
@@ -113,7 +116,7 @@ class Table:
 
     def to_markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(MARKDOWN.sub(r"\\\1", " ".join(text.split())) for text in cells) + " |"
+            return "| " + " | ".join(MARKDOWN.sub(r"\\\1", text.replace("\n", " ")) for text in cells) + " |"
 
         rule = "|" + "|".join("---:" if c.numeric else "---" for c in self.columns) + "|"
         head = line([c.title for c in self.columns])
@@ -177,7 +180,7 @@ def _time_columns() -> list[Column]:
     return [
         Column("time a call", lambda r: seconds(r.time_s and r.time_s.median), True),
         Column("n", lambda r: f"{r.time_s.samples:,}" if r.time_s else NONE, True),
-        Column("notes", notes),
+        Column("notes", notes, optional=True),
     ]
 
 
@@ -256,11 +259,11 @@ def gemm_errors(run: LoadedRun) -> Table:
     columns = [
         Column("case", lambda r: r.case),
         Column("M×N×K, layout", layout),
-        Column("relative Frobenius error", lambda r: f"{r.error['rel_frobenius'] or math.nan:.2e}", True),
+        Column("rel. Frobenius error", lambda r: f"{r.error['rel_frobenius'] or math.nan:.2e}", True),
         Column("bound", lambda r: f"{r.error['rel_frobenius_limit']:.2e}", True),
-        Column("elementwise / bound", ratio("elementwise_ratio"), True),
+        Column("element / bound", ratio("elementwise_ratio"), True),
         Column("Freivalds / bound", ratio("freivalds_ratio"), True),
-        Column("rows checked", lambda r: str(r.error["rows_checked"]), True),
+        Column("rows", lambda r: str(r.error["rows_checked"]), True),
         Column("result", lambda r: "right" if r.error["ok"] else "WRONG"),
     ]
     raw = [{"case": r.case, **r.params, **r.error} for r in checked]
@@ -459,6 +462,6 @@ def instrument(run: LoadedRun) -> Table:
         Column("interval", lambda r: f"{seconds(r.time_s.lo)} to {seconds(r.time_s.hi)}" if r.time_s else NONE, True),
         Column("median over p10", lambda r: number(r.median_over_p10), True),
         Column("n", lambda r: f"{r.time_s.samples:,}" if r.time_s else NONE, True),
-        Column("notes", notes),
+        Column("notes", notes, optional=True),
     ]
     return Table("environment_instrument", "The instrument itself", columns, rows, [raw_row(r) for r in rows])

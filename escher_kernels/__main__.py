@@ -36,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
             ValueError) as exc:  # fmt: skip
         print(f"error: {exc}", file=sys.stderr)
         return 2
+    except ImportError as exc:
+        print(f"error: {exc}; measuring needs torch, `make env` installs it", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept", file=sys.stderr)
         return 130

@@ -29,8 +29,9 @@ OTHER_SHAPES = {  # M, N, K: large and skewed, multiples of 256 that are no powe
             (3072, 3072, 3072), (2048, 2048, 8192)),
 }  # fmt: skip
 STEP = 64
-REFINE_TOP, REFINE_ROUNDS, REFINE_GAIN = 3, 3, 1.005
+REFINE_TOP, REFINE_ROUNDS, REFINE_GAIN = 3, 5, 1.005
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+UNDERFLOW = {"bf16": 2.0**-134, "fp16": 2.0**-25}  # half the smallest subnormal: what rounding costs a result near zero
 ELEMENT_BYTES = 2
 CHECK_ROWS = 256
 ROOF_SHARE = 5.0
@@ -73,7 +74,7 @@ def search_case(m: int, n: int, k: int, layout: str, dtype: str, step: int) -> C
 
 def rate(record: Record) -> float:
     """FLOP/s of a search record's best sample, for choosing candidates: other work only slows. Not stored."""
-    return record.flop * record.calls_per_sample / min(record.samples_s)
+    return record.flop * record.calls_per_sample / min((s for s in record.samples_s if s > 0), default=math.inf)
 
 
 def refine(records: Iterable[Record], limit_elements: int, limit_flop: float) -> list[Case]:
@@ -88,7 +89,7 @@ def refine(records: Iterable[Record], limit_elements: int, limit_flop: float) ->
         for factor in (0.5, 0.75, 1.5, 2.0):
             near += [(m * factor, n, k, layout), (m, n * factor, k, layout), (m, n, k * factor, layout)]
         for mm, nn, kk, other in near:
-            shape = tuple(max(STEP, round(x / STEP) * STEP) if x > STEP else round(x) for x in (mm, nn, kk))
+            shape = tuple(max(STEP, round(x / STEP) * STEP) if x > STEP else max(1, round(x)) for x in (mm, nn, kk))
             key = (*shape, other)
             fits = largest_operand(search_case(*key, dtype, step)) <= limit_elements
             if key not in seen and key not in out and fits and 2 * math.prod(shape) <= limit_flop:
@@ -100,8 +101,9 @@ def gemm_error(torch: Any, a: Any, b: Any, c: Any, dtype: str, full: bool) -> di
     """Judge C = A B against float64 products of the same low-precision inputs. Tensors (M,K), (K,N), (M,N).
 
     Always: Freivalds on the whole output, x = +-1: per row |Cx - A(Bx)| <= 6 u |C_i|_2 + 2^-25 sqrt(K) (|A| |B| 1)_i.
-    `full`: also, on up to 256 rows, relative Frobenius error <= u, and |C - R| <= u |R| + 2^-25 sqrt(K) |A||B|.
-    u is the unit roundoff of the output (bf16 2^-8, fp16 2^-11). Ratios are error / bound: up to 1 is right.
+    `full`: also, on up to 256 rows, relative Frobenius error <= u, and |C - R| <= u |R| + 2^-25 sqrt(K) |A||B| + half
+    the smallest subnormal. u is the unit roundoff of the output (bf16 2^-8, fp16 2^-11). Ratios are error / bound: up
+    to 1 is right.
     R. Freivalds, "Probabilistic machines can use less running time", IFIP 1977; N. Higham, Accuracy and Stability of
     Numerical Algorithms, 2nd ed., section 3.5, with sqrt(K) for K (rounding errors of random sign).
     """
@@ -131,7 +133,8 @@ def gemm_error(torch: Any, a: Any, b: Any, c: Any, dtype: str, full: bool) -> di
             part = b[:, j : j + columns].double()
             want = left @ part
             miss = (c[pick, j : j + columns].double() - want).abs_()
-            ratio = max(ratio, _worst(miss / (u * want.abs() + slack * (left.abs() @ part.abs_()))))
+            allowed = u * want.abs() + slack * (left.abs() @ part.abs_()) + UNDERFLOW[dtype]
+            ratio = max(ratio, _worst(miss / allowed))
             difference2 += float((miss**2).sum())
             norm2 += float((want**2).sum())
         frobenius = math.sqrt(difference2 / norm2)
