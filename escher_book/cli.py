@@ -21,6 +21,7 @@ from escher_kernels.records import RecordError
 from escher_kernels.run import Settings
 from escher_kernels.timing import BUDGETS
 from escher_kernels.workload import WorkloadError
+from validation import config as configuration
 
 EXPECTED = (
     runner.RunError, RecordError, BookError, WorkloadError, targets.ConfigError, targets.TargetError, targets.DeviceError,
@@ -56,6 +57,7 @@ def _measure(
         wanted = Settings.from_json({**settings, "report_config": str(Path(wanted.report_config).absolute())})
     if wanted.workload.endswith(".json"):
         wanted = Settings.from_json({**wanted.to_json(), "workload": str(Path(wanted.workload).absolute())})
+    configuration.load(wanted.report_config)  # a threshold that cannot be used is said before anything is measured
     run_dir = runner.new_run(runner.results_root(results_dir), wanted, chosen, runner.plan(wanted))
     console = runner.Console(run_dir / "raw" / "run.log")
     console(f"run {run_dir}")
@@ -63,7 +65,7 @@ def _measure(
         return run_dir, runner.measure(run_dir, chosen, wanted, console, timeout_s), console
     except KeyboardInterrupt:
         console(f"interrupted; what was measured is kept: make report RUN={run_dir}")
-        raise
+        raise click.exceptions.Exit(130) from None
 
 
 def _build(run_dir: Path, console: runner.Console, executed: dict | None = None) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 
 from escher_book import findings, runner, stage, tables, vega
 from escher_book.runner import Console, Outcome, RunError
-from escher_kernels import targets
 from escher_kernels.records import RecordError, read_json, write_bytes_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
+from validation import config as configuration
 from validation import derive
 from validation.derive import LoadedRun
 
@@ -41,7 +41,7 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
         raise
     except (KeyError, TypeError, ValueError) as exc:
         raise RunError(f"{run_dir / 'run.json'}: settings cannot be used: {exc}") from None
-    run = derive.load(run_dir, targets.load_config(settings.report_config))
+    run = derive.load(run_dir, configuration.load(settings.report_config))
     replayed: dict[str, Outcome] = {}
     with runner.private_kernel(run_dir):
         console("building the book")
@@ -171,7 +171,7 @@ def family_table(run: LoadedRun) -> str:
     return f'<div class="escher-scroll"><table class="escher"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def glossary(config: targets.Config) -> str:
+def glossary(config: configuration.Config) -> str:
     """The glossary page from the configuration."""
     lines = ["# Glossary", ""]
     for term in sorted(config["glossary"], key=str.casefold):

@@ -9,6 +9,7 @@ not tell them apart.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -168,7 +169,7 @@ def private_kernel(run_dir: Path) -> Iterator[None]:
     spec = base / "data" / "kernels" / "python3"
     try:
         spec.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"]
         (spec / "kernel.json").write_text(
             json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}), encoding="utf-8"
         )
@@ -268,11 +269,22 @@ def execute(
     except OSError as exc:
         raise RunError(write_failed(partial, exc)) from None
     finally:
-        if partial.exists():
-            with open(partial, "rb") as out:
-                os.fsync(out.fileno())
-            os.replace(partial, final)
+        _take(partial, final)
     return Outcome(status, " ".join(message.split()), round(time.monotonic() - started, 1))
+
+
+def _take(partial: Path, final: Path) -> None:
+    """Put an executed notebook in its place, unless a full disk or Ctrl-C cut it off: then the old one stays."""
+    if not partial.exists():
+        return
+    try:
+        read_json(partial)
+    except RecordError:
+        partial.unlink()
+        return
+    with open(partial, "rb") as out:
+        os.fsync(out.fileno())
+    os.replace(partial, final)
 
 
 def measure(run_dir: Path, chosen: list[str], settings: Settings, console: Console, timeout_s: float | None) -> dict:
@@ -287,6 +299,7 @@ def measure(run_dir: Path, chosen: list[str], settings: Settings, console: Conso
             try:
                 outcome = execute(run_dir, family, False, settings, profile, console, limit)
             except KeyboardInterrupt:
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would tell of the cell that was cut short
                 status[family] = {"status": "interrupted", "message": "Ctrl-C", "started_utc": began}
                 write_json_atomic(run_dir / "status.json", status)
                 raise

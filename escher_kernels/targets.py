@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -135,14 +135,6 @@ class Config(dict):
             return _profile(self["cpu"])
         raise TargetError(_unknown_target(key, self))
 
-    def threshold(self, name: str, kind: str = "gpu") -> float:
-        """The value of a threshold, for "gpu" or "cpu" where it differs. Raises ConfigError listing the names."""
-        if name not in self["thresholds"]:
-            known = ", ".join(self["thresholds"])
-            raise ConfigError(f"{self.path}: thresholds.{name} is missing; expected one of {known}")
-        value = self["thresholds"][name]["value"]
-        return value[kind] if isinstance(value, dict) else value
-
 
 def _profile(t: dict) -> Profile:
     memory, roof, band = t.get("memory", {}), t["roof_floor_frac"], t["bandwidth_floor_frac"]
@@ -165,11 +157,11 @@ def _profile(t: dict) -> Profile:
 # ------------------------------------------------------------------------------------------- the configuration
 
 
-def _number(v) -> bool:
+def is_number(v) -> bool:
     return isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
 
 
-def _whole(v) -> bool:
+def is_whole(v) -> bool:
     return isinstance(v, int) and not isinstance(v, bool) and v >= 0
 
 
@@ -192,11 +184,11 @@ _CPU = re.compile(r"(\d+):(\d+)-(\d+)|0x[0-9a-f]+")  # x86 family and models in 
 _KINDS = {  # what a value must be, in words -> its test
     "text": _text,
     "a word in small letters": lambda v: _text(v) and bool(re.fullmatch(r"[a-z0-9_]+", v)),
-    "a positive number": lambda v: _number(v) and v > 0,
-    "a fraction between 0 and 1": lambda v: _number(v) and 0 <= v <= 1,
-    "a whole number": _whole,
+    "a positive number": lambda v: is_number(v) and v > 0,
+    "a fraction between 0 and 1": lambda v: is_number(v) and 0 <= v <= 1,
+    "a whole number": is_whole,
     "a list of texts": _list(_text),
-    "a list of whole numbers": _list(_whole),
+    "a list of whole numbers": _list(is_whole),
     "a list of family:first-last model or part": _list(lambda x: _text(x) and bool(_CPU.fullmatch(x))),
     "a valid regular expression": _regex,
     '"gpu" or "cpu"': lambda v: v in ("gpu", "cpu"),
@@ -224,12 +216,9 @@ _TARGET = (
 )
 _TOP = (
     ("schema", "the number 1", "1"),
-    ("project.title project.author project.sensitivity", "text", '"escher microbenchmark book"'),
     ("groups.*.members", "a list of texts", '["h100_sxm", "h100_pcie"]'),
     ("groups.*.default", "a word in small letters", '"h100_sxm"'),
-    ("thresholds.*.unit thresholds.*.source thresholds.*.date", "text", '"percent"'),
-    ("status_pills.*.label status_pills.*.colour_class status_pills.*.meaning", "text", '"PASS"'),
-    ("glossary.* grades.* sources.*.title sources.*.address? sources.*.grade", "text", '"..."'),
+    ("grades.* sources.*.title sources.*.address? sources.*.grade", "text", '"..."'),
 )
 _CORE = (
     ("uarch detect.vendor", "text", '"AuthenticAMD"'),
@@ -237,31 +226,16 @@ _CORE = (
     ("detect.flags_all detect.flags_none", "a list of texts", '["avx512_bf16"]'),
     ("fp32 bf16?", "a whole number", "64"),
 )
-_UNITS = {  # unit of a threshold -> what its value must be, an example, the largest value
-    "percent": ("a number of percent", 5.0, math.inf),
-    "fraction": ("a fraction between 0 and 1", 0.4, 1),
-    "percentage points": ("a number of percentage points", 5.0, math.inf),
-    "seconds": ("a number of seconds", 2e-05, math.inf),
-    "ratio": ("a ratio", 1.1, math.inf),
-    "count": ("a whole number", 6, math.inf),
-    "relative error": ("a number between 0 and 1", 0.00390625, 1),
-}
-_THRESHOLDS = """calibration_drift_pct roof_floor_public_frac best_square_frac plateau_spread_pct ridge_near_frac
-attains_frac launch_bound_s mfu_pp gemm_rel_frobenius gemm_elementwise_rel gemm_elementwise_abs freivalds_sigma_ratio
-gemm_sampled_rows_count attention_rel_frobenius compiled_block_rel_frobenius compiled_pass_rel_frobenius
-compiled_pass_depth_count sustained_throughput_frac sustained_sigma_growth_ratio sustained_clock_frac cv_pct
-cv_runs_count cross_check_compute_pct cross_check_bandwidth_pct cross_check_collective_pct fused_speedup_ratio
-fused_world_count guard_note_frac at_limit_ratio tunable_ratio gap_residual_frac flop_counter_pct converged_roof_frac
-converged_frac min_blocks_count noisy_ratio anchor_moved_frac lost_cpu_frac outlier_ratio regression_roof_pct
-regression_mfu_pp regression_runs_count""".split()
 
 
-def _wrong(path: str, got, expected: str, example) -> str:
+def wrong(path: str, got, expected: str, example) -> str:
+    """One error: where, what was found (...: nothing), what is expected."""
     is_ = "is missing" if got is ... else f"is {json.dumps(got, ensure_ascii=False)[:60]}"
     return f"{path.strip('.')} {is_}; expected {expected}, e.g. {example}"
 
 
-def _check(node, rules: tuple, at: str = "") -> Iterator[str]:
+def check(node, rules: tuple, at: str = "") -> Iterator[str]:
+    """The errors of `node` against rules (keys, what they must be, an example); a key that ends in ? may be null."""
     for keys, kind, example in rules:
         for key in keys.split():
             yield from _check_one(node, key.rstrip("?").split("."), at, kind, key.endswith("?"), example)
@@ -270,48 +244,31 @@ def _check(node, rules: tuple, at: str = "") -> Iterator[str]:
 def _check_one(node, steps: list[str], path: str, kind: str, nullable: bool, example: str) -> Iterator[str]:
     if not steps:
         if node is ... or not (_KINDS[kind](node) or nullable and node is None):
-            yield _wrong(path, node, kind + " or null" * nullable, example)
+            yield wrong(path, node, kind + " or null" * nullable, example)
     elif not isinstance(node, dict):
-        yield _wrong(path, node, "an object", f'{{"{steps[0]}": {example}}}')
+        yield wrong(path, node, "an object", f'{{"{steps[0]}": {example}}}')
     else:
         for key in list(node) if steps[0] == "*" else steps[:1]:
             yield from _check_one(node.get(key, ...), steps[1:], f"{path}.{key}", kind, nullable, example)
 
 
-def _check_thresholds(thresholds: dict) -> Iterator[str]:
-    for name in dict.fromkeys([*_THRESHOLDS, *thresholds]):
-        entry, path = thresholds.get(name, ...), f"thresholds.{name}"
-        if not isinstance(entry, dict):
-            yield _wrong(path, entry, "an object", '{"value": 5.0, "unit": "percent"}')
-        elif entry.get("unit", ...) not in tuple(_UNITS):
-            yield _wrong(f"{path}.unit", entry.get("unit", ...), f"one of {', '.join(_UNITS)}", '"percent"')
-        else:
-            words, example, most = _UNITS[entry["unit"]]
-            good = _whole if entry["unit"] == "count" else _number
-            value = entry.get("value", ...)
-            split = isinstance(value, dict) and value.keys() == {"gpu", "cpu"}
-            for key, v in ((f".{k}", v) for k, v in value.items()) if split else [("", value)]:
-                if not (good(v) and 0 <= v <= most):
-                    yield _wrong(f"{path}.value{key}", v, words, example)
-
-
 def _errors(raw) -> Iterator[str]:
     if not isinstance(raw, dict):
-        yield _wrong("the file", raw, "an object", '{"schema": 1}')
+        yield wrong("the file", raw, "an object", '{"schema": 1}')
         return
-    yield from _check(raw, _TOP)
+    yield from check(raw, _TOP)
     cpu = raw.get("cpu", ...)
-    yield from _check(cpu, _DEVICE, "cpu")
+    yield from check(cpu, _DEVICE, "cpu")
     rows = {"targets": raw.get("targets", ...)}
     if isinstance(cpu, dict):
         rows["cpu.flop_per_cycle_per_core"] = cpu.get("flop_per_cycle_per_core", ...)
     for path, items in rows.items():
         if not isinstance(items, list):
-            yield _wrong(path, items, "a list of objects", "[{...}]")
+            yield wrong(path, items, "a list of objects", "[{...}]")
             continue
         for i, item in enumerate(items):
             label = (item.get("key") or item.get("uarch") if isinstance(item, dict) else None) or i
-            yield from _check(item, _DEVICE + _TARGET if path == "targets" else _CORE, f"{path}[{label}]")
+            yield from check(item, _DEVICE + _TARGET if path == "targets" else _CORE, f"{path}[{label}]")
     targets = raw.get("targets") if isinstance(raw.get("targets"), list) else []
     keys = [t["key"] for t in targets if isinstance(t, dict) and _text(t.get("key"))]
     groups = raw.get("groups") if isinstance(raw.get("groups"), dict) else {}
@@ -322,17 +279,15 @@ def _errors(raw) -> Iterator[str]:
         members = group.get("members") if isinstance(group, dict) else None
         for member in members if isinstance(members, list) else ():
             if member not in keys and targets:
-                yield _wrong(f"groups.{name}.members", member, "keys of targets", ", ".join(keys[:3]))
+                yield wrong(f"groups.{name}.members", member, "keys of targets", ", ".join(keys[:3]))
         if isinstance(members, list) and group.get("default") not in members:
-            yield _wrong(f"groups.{name}.default", group.get("default", ...), "a member", ", ".join(map(str, members)))
-    if isinstance(raw.get("thresholds"), dict):
-        yield from _check_thresholds(raw["thresholds"])
+            yield wrong(f"groups.{name}.default", group.get("default", ...), "a member", ", ".join(map(str, members)))
 
 
-def load_config(path: Path | str | None = None) -> Config:
+def load_config(path: Path | str | None = None, more: Callable[[dict], Iterator[str]] = lambda _: iter(())) -> Config:
     """The validated configuration: `path`, else $ESCHER_REPORT_CONFIG, else configs/report_config.json of this tree.
 
-    Raises ConfigError, one line per error."""
+    Checks what measuring needs; `more` gives the errors of the rest. Raises ConfigError, one line per error."""
     default = Path(__file__).resolve().parent.parent / "configs" / "report_config.json"
     path = Path(path or os.environ.get(CONFIG_ENV) or default)
     shown = f"configs/{default.name}" if path == default else str(path)
@@ -343,7 +298,7 @@ def load_config(path: Path | str | None = None) -> Config:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{shown}: {e}; expected a readable UTF-8 JSON file, or set {CONFIG_ENV}") from e
     errors: dict[str, str] = {}
-    for error in _errors(raw):
+    for error in (*_errors(raw), *(more(raw) if isinstance(raw, dict) else ())):
         errors.setdefault(error.partition("; expected")[0], error)  # one a place, however many keys are below it
     if errors:
         raise ConfigError("\n".join(f"{shown}: {error}" for error in errors.values()))

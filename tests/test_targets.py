@@ -22,10 +22,10 @@ from escher_kernels.targets import (
     TargetError,
     detect,
     identify,
-    load_config,
     nominal_cpu_flop_per_cycle,
     resolve,
 )
+from validation.config import load as load_config
 
 CONFIG = load_config()
 RAW = json.loads(CONFIG.path.read_text(encoding="utf-8"))

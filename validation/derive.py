@@ -15,6 +15,8 @@ from typing import Any
 from escher_kernels import records, targets
 from escher_kernels.records import Record, RecordError, RecordFile, Run
 from escher_kernels.statistics import Estimate, estimate, outliers, paired_ratio, percentile
+from validation import config as configuration
+from validation.config import Config
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class LoadedRun:
     files: dict[str, RecordFile]
     selection: targets.Selection
     found: targets.Found
-    config: targets.Config
+    config: Config
 
     @property
     def kind(self) -> str:
@@ -42,7 +44,7 @@ class LoadedRun:
         return self.files[family].records if family in self.files else []
 
 
-def load(directory: Path, config: targets.Config | None = None) -> LoadedRun:
+def load(directory: Path, config: Config | None = None) -> LoadedRun:
     """Read a run directory. Raises RecordError naming what is missing or corrupt, ConfigError for the configuration."""
     directory = Path(directory)
     if not (directory / "run.json").is_file():
@@ -67,7 +69,7 @@ def load(directory: Path, config: targets.Config | None = None) -> LoadedRun:
         files=files,
         selection=selection,
         found=found,
-        config=config or targets.load_config(),
+        config=config or configuration.load(),
     )
 
 
@@ -101,7 +103,7 @@ class Row:
     block_numbers: tuple[int, ...] = field(default=(), repr=False)  # of `blocks`
 
 
-def rows(items: Iterable[Record], config: targets.Config) -> list[Row]:
+def rows(items: Iterable[Record], config: Config) -> list[Row]:
     """Group the records of a family by role and case, in order of first appearance.
 
     A row measured between two runs of an anchor that moved is marked.
@@ -120,7 +122,7 @@ def rows(items: Iterable[Record], config: targets.Config) -> list[Row]:
     return [_row(group, config, key in disturbed) for key, group in groups.items()]
 
 
-def _row(group: Sequence[Record], config: targets.Config, anchor_moved: bool) -> Row:
+def _row(group: Sequence[Record], config: Config, anchor_moved: bool) -> Row:
     last = group[-1]
     timed = [r for r in group if r.samples_s]
     errors = [r.error for r in group if r.error]
@@ -182,7 +184,7 @@ class Anchor:
     moved: tuple[int, ...]  # k: it moved between its k-th and (k+1)-th time
 
 
-def anchors(items: Iterable[Record], config: targets.Config) -> list[Anchor]:
+def anchors(items: Iterable[Record], config: Config) -> list[Anchor]:
     """How steady the machine was while the family was measured."""
     out = []
     found: dict[str, list[Record]] = {}
