@@ -94,17 +94,19 @@ def cases(kind: str, memory_bytes: int, llc_bytes: int, quick: bool = False) -> 
 
 
 def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
-    """Judge an output against float64 on 2^20 elements of its head, middle and tail; no element may be NaN.
-
-    Copy is exact; else |got - want| <= 2^-23 (|a| + |b|), one rounding of each operand and one of the result.
+    """Judge an output. Copy and fill: every element, exactly. Else against float64 on 2^20 elements of head, middle and
+    tail, |got - want| <= 2^-23 (|a| + |b|) (one rounding of each operand and one of the result), and no NaN anywhere.
     """
+    if OPS[op].exact:
+        parts = zip(a.split(2**24), b.split(2**24), c.split(2**24), strict=True)
+        same = all(torch.equal(z, OPS[op].expect(x, y)) for x, y, z in parts)
+        return verdict(0.0 if same else math.inf, len(c))
     part_length = min(len(c), 2**20 // 3)
     ratio = 0.0
     for start in (0, (len(c) - part_length) // 2, len(c) - part_length):
         x, y, got = (t[start : start + part_length].double() for t in (a, b, c))
         miss = (got - OPS[op].expect(x, y)).abs()
-        allowed = miss * 0 if OPS[op].exact else 2.0**-23 * (x.abs() + y.abs()) + 2.0**-126
-        worst = float(torch.where(miss > 0, miss / allowed, miss).max())
+        worst = float((miss / (2.0**-23 * (x.abs() + y.abs()) + 2.0**-126)).max())
         ratio = math.inf if math.isnan(worst) else max(ratio, worst)
     if bool(torch.isnan(c.sum())):
         ratio = math.inf
@@ -152,10 +154,13 @@ class Buffers:
         op = OPS[item.params["op"]]
         streams = max(1, op.reads + op.writes)
         wanted = 1 if item.cache == "warm" else math.ceil(COLD_FACTOR * self.llc_bytes / (streams * elements * 4)) + 1
-        return [
+        sets = [
             tuple(x[i * elements : (i + 1) * elements] for x in (self.a, self.b, self.c))
             for i in range(min(available, max(1, wanted)))
         ]
+        if op.reads == 1 and op.writes == 0 and item.cache != "warm":  # both operand buffers can be read
+            sets += [(b, a, c[1:]) for a, b, c in sets]
+        return sets
 
     def prepare(self, item: Case) -> Prepared:
         if item.skipped:

@@ -63,8 +63,8 @@ def parse_cpu_list(text: str | None) -> list[int]:
     """ "0-3,8" -> [0, 1, 2, 3, 8]. Anything else -> []."""
     out: list[int] = []
     for part in (text or "").split(","):
-        low, _, high = part.strip().partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()):
             return []
         out.extend(range(int(low), int(high or low) + 1))
     return out

@@ -108,6 +108,26 @@ def to_line(item: Run | Record) -> str:
         raise RecordError(f"{item.family}: {name}: {exc}; a record holds finite numbers or null") from None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_FIELD_TYPES = {
+    "samples_s": (lambda v: isinstance(v, list) and all(map(_is_number, v)), "list of numbers"),
+    "flags": (lambda v: isinstance(v, list) and all(isinstance(f, str) for f in v), "list of texts"),
+    "calls_per_sample": (lambda v: _is_count(v) and v > 0, "whole number above 0"),
+    **dict.fromkeys(("block", "iteration", "rank", "order", "flop", "bytes_moved"), (_is_count, "whole number")),
+    **dict.fromkeys(("started_s", "value"), (_is_number, "number")),
+    **dict.fromkeys(
+        ("params", "error", "noise", "device_state", "reported"), (lambda v: isinstance(v, dict), "object")
+    ),
+}
+
+
 def _record(data: dict[str, Any]) -> Record:
     unknown = set(data) - set(_RECORD_FIELDS)
     if unknown:
@@ -117,12 +137,10 @@ def _record(data: dict[str, Any]) -> Record:
             raise ValueError(f"field {name!r} is missing or no text")
     if data.get("role", "case") not in ROLES:
         raise ValueError(f"role is {data['role']!r}, expected one of {', '.join(ROLES)}")
-    samples = data.get("samples_s", [])
-    if not isinstance(samples, list) or any(isinstance(s, bool) or not isinstance(s, (int, float)) for s in samples):
-        raise ValueError("samples_s is no list of numbers")
-    if not isinstance(data.get("params", {}), dict):
-        raise ValueError("params is no object")
-    return Record(**{**data, "samples_s": tuple(samples), "flags": tuple(data.get("flags", ()))})
+    for name, (good, what) in _FIELD_TYPES.items():
+        if name in data and data[name] is not None and not good(data[name]):
+            raise ValueError(f"{name} is no {what}")
+    return Record(**{**data, "samples_s": tuple(data.get("samples_s", ())), "flags": tuple(data.get("flags", ()))})
 
 
 def _run(data: dict[str, Any], path: Path) -> Run:

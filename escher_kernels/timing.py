@@ -460,7 +460,7 @@ class Session:
     def run_pairs(self, items: Sequence[Prepared], repeats: int = 2) -> None:
         """Interleave A B A B in every block; records of one turn share `pair_id`, and `order` tells who came first."""
         items = [i for i in items if self._ready(i, full_check=True, limit_s=self.budget.case_s)]
-        for block in range(self.budget.blocks):
+        for block in sorted(frozenset.intersection(*(i.blocks for i in items))) if items else ():
             for repeat in range(repeats):
                 for order, item in enumerate(items):
                     item.samples = 1

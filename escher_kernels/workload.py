@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ def from_json(data: Any, where: str) -> Spec:
             raise WorkloadError(f"{where}: {name} is {value!r}; expected a whole number from 1 to 10000000")
         if f.type == "str" and not isinstance(value, str):
             raise WorkloadError(f"{where}: {name} is {value!r}; expected text")
+        if name == "name" and not re.fullmatch(r"[\w.-]+", value):  # it becomes part of a directory's name
+            raise WorkloadError(f"{where}: name is {value!r}; expected letters, digits, - _ . only")
     spec = Spec(**data)
     if spec.heads * spec.head_size != spec.hidden:
         raise WorkloadError(

@@ -32,7 +32,7 @@ json_object = st.dictionaries(st.text(), json_value, max_size=3)
 maybe = st.none().__or__
 record_of = st.builds(
     Record, family=st.text(), case=st.text(), role=st.sampled_from(ROLES), params=json_object, backend=maybe(st.text()),
-    block=count, samples_s=st.lists(finite, max_size=4).map(tuple), calls_per_sample=count, flop=maybe(count),
+    block=count, samples_s=st.lists(finite, max_size=4).map(tuple), calls_per_sample=st.integers(1, 2**63), flop=maybe(count),
     bytes_moved=maybe(count), cache=st.sampled_from([None, "cold", "warm"]), iteration=count, rank=count,
     pair_id=maybe(st.text()), order=maybe(count), started_s=maybe(finite), error=maybe(json_object),
     noise=maybe(json_object), device_state=maybe(json_object), value=maybe(finite), unit=maybe(st.text()),
@@ -103,6 +103,7 @@ def test_no_integer_field_is_32_bit(tmp_path, number):
     names = [f.name for f in dataclasses.fields(Record) if f.type in ("int", "int | None")]
     assert {"flop", "bytes_moved", "calls_per_sample", "block", "order"} <= set(names)
     item = Record("c", "x", params={"buffer_bytes": number}, **dict.fromkeys(names, number))
+    item = dataclasses.replace(item, calls_per_sample=max(1, number))
     assert read(write(tmp_path / "a.jsonl", item)).records == [item]
 
 
