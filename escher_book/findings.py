@@ -89,15 +89,38 @@ def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale:
     return " ".join(out)
 
 
-def _steadiness(anchors: list[derive.Anchor], converged: bool, estimate: derive.Estimate) -> str:
-    moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
+def _steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converged: bool) -> str:
+    """Whether the roof has converged, and whether the anchors around it held."""
+    items = run.records(family)
+    limit = run.config.threshold("converged_roof_frac")
     half = f"half-width {number(estimate.half_width * 100, 2)} %"
-    out = (
-        f"The roof has converged ({half})." if converged else f"The roof has **not converged** ({half}; 1 % is wanted)."
+    words = (
+        [f"The roof has converged ({half})."]
+        if converged
+        else [f"The roof has **not converged** ({half}; {limit * 100:g} % is wanted)."]
     )
+    anchors = derive.anchors(items, run.config)
+    moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
     if moved:
-        return f"{out} **Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed this family."
-    return f"{out} The anchors were steady meanwhile."
+        words.append(f"**Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed this family.")
+    elif not anchors or any(len(a.rates) < 2 for a in anchors):
+        words.append("Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice.")
+    else:
+        words.append("The anchors were steady meanwhile.")
+    if any("NOT_LEVEL" in r.flags for r in items if r.role == "warmup"):
+        words.append("The warm-up ended by its time limit, before the time per call was level.")
+    return " ".join(words)
+
+
+def _correctness(rows: list[derive.Row]) -> str:
+    """What the checks said of every row that has a time, or would have one."""
+    wrong = [r.case for r in rows if r.wrong]
+    unchecked = [r.case for r in rows if r.time_s and not r.error]
+    if wrong:
+        return f"**Wrong results, shown without a time: {', '.join(wrong)}.**"
+    if unchecked:
+        return f"**Not checked for a right result: {', '.join(unchecked)}.** Every other one was right."
+    return f"All {sum(1 for r in rows if r.time_s)} timed rows gave right results, within their bounds."
 
 
 def compute(run: LoadedRun) -> Text:
@@ -113,8 +136,8 @@ def compute(run: LoadedRun) -> Text:
     roof, p = c.roof, c.roof.params
     head = (
         f"**Compute roof: {value(roof.flop_s, TERA)} TFLOP/s** ({interval(roof.flop_s, TERA)}) {c.dtype.upper()}, from the "
-        f"GEMM {layout(roof)}, measured afresh after a search over {p['searched']} shapes. "
-        + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
+        f"GEMM {layout(roof)}, measured afresh after a search over {p['searched']} shapes, "
+        f"which {p['search_ended']}. " + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
     )
     square = None
     if c.best_square:
@@ -125,18 +148,16 @@ def compute(run: LoadedRun) -> Text:
         )
         if share > 1:
             square += " A square above the roof means that the search missed it, or that the roof was disturbed."
-    wrong = [r.case for r in [*c.rows, *c.search] if r.wrong]
-    verdict = f"**Wrong results, shown without a time: {', '.join(wrong)}.**" if wrong else (
-        "Every result was right within its bound before it was timed.")  # fmt: skip
     hot = [r for r in c.rows if r.flop_s and r.flop_s.lo > roof.flop_s.hi]
     above = None
     if hot:
         best = max(hot, key=lambda r: r.flop_s.median)
         above = (
             f"{'1 row lies' if len(hot) == 1 else f'{len(hot)} rows lie'} above the roof, the highest {best.case} at "
-            f"{value(best.flop_s, TERA)} TFLOP/s: the machine was faster then than while the roof was measured."
+            f"{value(best.flop_s, TERA)} TFLOP/s: rows and roof are interleaved, so the search missed a faster shape."
         )
-    return Text(head, _steadiness(c.anchors, c.converged, roof.time_s), square, above, verdict)
+    checked = _correctness([roof, *c.rows, *c.search])
+    return Text(head, _steadiness(run, "compute", roof.time_s, c.converged), square, above, checked)
 
 
 def bandwidth(run: LoadedRun) -> Text:
@@ -152,10 +173,12 @@ def bandwidth(run: LoadedRun) -> Text:
         f"(one stream read, one written) over buffers of {', '.join(size(s) for s in roof.sizes)}. "
         + _basis_sentence(b.bases, roof.bytes_s, GIGA, "GB/s")
     )
-    wrong = [r.case for r in [*b.rows, *b.cache_curve] if r.wrong]
-    verdict = f"**Wrong results, shown without a time: {', '.join(wrong)}.**" if wrong else (
-        "Every result was right before it was timed.")  # fmt: skip
-    return Text(head, _steadiness(b.anchors, b.converged, roof.bytes_s), copies_sentence(b), verdict)
+    assumed = None
+    if b.run.parameters.get("llc_assumed"):
+        size_text = size(b.run.parameters["llc_bytes"])
+        assumed = f"The last-level cache is **not known** here; cold rows rotate as if it had {size_text}."
+    steady = _steadiness(run, "bandwidth", roof.bytes_s, b.converged)
+    return Text(head, steady, assumed, copies_sentence(b), _correctness([*b.rows, *b.cache_curve, *b.pairs]))
 
 
 def copies_sentence(b: derive.Bandwidth) -> str | None:
@@ -236,33 +259,33 @@ def cards(run: LoadedRun) -> str:
                 return f"{percent(share)} of {basis.label}, {number(basis.rate / scale, 4)} {unit}"
         return "no rated basis" if not any(b.rate for b in bases) else "no share: the target is another device"
 
+    def doubt(converged: bool, anchors: list[derive.Anchor]) -> str:
+        words = [] if converged else ["not converged"]
+        words += ["noisy: an anchor moved"] if any(a.moved for a in anchors) else []
+        return f", {', '.join(words)}" if words else ""
+
     out = []
     c, b = derive.compute(run), derive.bandwidth(run)
-    if c and c.roof and c.roof.flop_s:
-        out.append(
-            card(
-                f"Compute roof, {c.dtype.upper()} GEMM",
-                value(c.roof.flop_s, TERA),
-                "TFLOP/s",
-                f"interval {interval(c.roof.flop_s, TERA)}",
-                basis_line(c.bases, c.roof.flop_s, TERA, "TFLOP/s"),
-            )
-        )
+    compute_roof = c.roof.flop_s if c and c.roof else None
+    bandwidth_roof = b.roof.bytes_s if b and b.roof else None
+    if compute_roof:
+        out.append(card(
+            f"Compute roof, {c.dtype.upper()} GEMM", value(compute_roof, TERA), "TFLOP/s",
+            f"interval {interval(compute_roof, TERA)}{doubt(c.converged, c.anchors)}",
+            basis_line(c.bases, compute_roof, TERA, "TFLOP/s"),
+        ))  # fmt: skip
     else:
         out.append(card("Compute roof", "–", "", "", "not measured in this run"))
-    if b and b.roof:
-        out.append(
-            card(
-                f"{memory_name(run)} bandwidth roof, copy",
-                value(b.roof.bytes_s, GIGA),
-                "GB/s",
-                f"interval {interval(b.roof.bytes_s, GIGA)}",
-                basis_line(b.bases, b.roof.bytes_s, GIGA, "GB/s"),
-            )
-        )
+    if bandwidth_roof:
+        out.append(card(
+            f"{memory_name(run)} bandwidth roof, copy", value(bandwidth_roof, GIGA), "GB/s",
+            f"interval {interval(bandwidth_roof, GIGA)}{doubt(b.converged, b.anchors)}",
+            basis_line(b.bases, bandwidth_roof, GIGA, "GB/s"),
+        ))  # fmt: skip
     else:
         out.append(card("Bandwidth roof", "–", "", "", "not measured in this run"))
-    if c and b and c.roof and c.roof.flop_s and b.roof:
-        ridge = c.roof.flop_s.median / b.roof.bytes_s.median
-        out.append(card("Ridge", number(ridge), "FLOP/B", "", "compute roof over bandwidth roof, both measured"))
-    return f'<div class="headline">{"".join(out)}</div>'  # fmt: skip
+    if compute_roof and bandwidth_roof:
+        ridge = derive.ridge(compute_roof, bandwidth_roof)
+        out.append(card("Ridge", value(ridge), "FLOP/B", f"interval {interval(ridge)}",
+                        "compute roof over bandwidth roof, both measured"))  # fmt: skip
+    return f'<div class="headline">{"".join(out)}</div>'

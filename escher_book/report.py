@@ -14,7 +14,7 @@ from typing import Any
 
 from escher_book import findings, runner, stage, tables, vega
 from escher_book.runner import Console, Outcome, RunError
-from escher_kernels.records import RecordError, read_json, write_bytes_atomic, write_text_atomic
+from escher_kernels.records import read_json, write_bytes_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
 from validation import config as configuration
 from validation import derive
@@ -26,6 +26,8 @@ ENDED = {
     "timeout": "This notebook ran out of time",
     "died": "This notebook's kernel died",
     "interrupted": "This notebook was interrupted",
+    "running": "The run was killed while it measured this family",
+    "unknown": "How this family ended was not recorded, so it may be incomplete",
 }
 
 
@@ -34,14 +36,11 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
 
     Raises RunError, RecordError, ConfigError or BookError, each one line.
     """
+    run = derive.load(run_dir)
     try:
-        settings = Settings.from_json(read_json(run_dir / "run.json")["settings"])
-    except RecordError:
-        derive.load(run_dir)  # says in one line what is missing
-        raise
+        settings = Settings.from_json(run.info["settings"])
     except (KeyError, TypeError, ValueError) as exc:
         raise RunError(f"{run_dir / 'run.json'}: settings cannot be used: {exc}") from None
-    run = derive.load(run_dir, configuration.load(settings.report_config))
     replayed: dict[str, Outcome] = {}
     with runner.private_kernel(run_dir):
         console("building the book")
@@ -61,19 +60,22 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
     return stage.build(run_dir / "book", run_dir / "site")
 
 
+def ended(run: LoadedRun, family: str) -> dict[str, Any]:
+    """How a family ended: what status.json says, "unknown" where it says nothing of records that are there."""
+    return run.status.get(family) or {"status": "unknown" if family in run.files else "not run"}
+
+
 def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageInfo]:
     """What each family's page shows, says of itself, or why it is missing."""
     out = {}
     for family, source in runner.families().items():
-        ended = run.status.get(family, {})
+        end = ended(run, family)
         replay = replayed.get(family)
         banner = findings.banners(run)
-        if ended.get("status", "ok") != "ok":
+        if end["status"] not in ("ok", "not run"):
+            what = ": ".join(filter(None, (ENDED.get(end["status"], end["status"]), end.get("message"))))
             kept = len(run.records(family))
-            banner.append((
-                "danger", f"{ENDED.get(ended['status'], ended['status'])}: {ended.get('message', '')}. "
-                f"{kept} records were kept; the page shows what they hold.",
-            ))  # fmt: skip
+            banner.append(("danger", f"{what}. {kept} records were kept; the page shows what they hold."))
         if replay and not replay.ok:
             banner.append(("danger", f"This page could not be made from its records: {replay.message}"))
         if family in run.files and run.files[family].truncated:
@@ -82,7 +84,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
         shown = executed if family in run.files and executed.is_file() else None
         reason = ""
         if shown is None:
-            reason = ended.get("message") or "this family was not chosen for this run"
+            reason = end.get("message") or "this family was not chosen for this run"
         out[source.stem] = stage.PageInfo(
             notebook=shown,
             title=findings.title(heading(source), run),
@@ -158,14 +160,14 @@ def family_table(run: LoadedRun) -> str:
     pills = {"ok": "pass", "not run": "skip"}
     rows = []
     for family, source in runner.families().items():
-        ended = run.status.get(family, {})
-        status = ended.get("status") or ("ok" if family in run.files else "not run")
+        end = ended(run, family)
+        status = {"running": "killed"}.get(end["status"], end["status"])
         records = len(run.records(family))
         rows.append(
             f'<tr><td><a href="notebooks/{source.stem}.html">{html.escape(findings.title(heading(source), run))}</a></td>'
             f'<td><span class="pill {pills.get(status, "fail")}">{html.escape(status)}</span></td>'
-            f'<td class="num">{records:,}</td><td class="num">{tables.seconds(ended.get("seconds"))}</td>'
-            f"<td>{html.escape(ended.get('message', ''))}</td></tr>"
+            f'<td class="num">{records:,}</td><td class="num">{tables.seconds(end.get("seconds"))}</td>'
+            f"<td>{html.escape(end.get('message', ''))}</td></tr>"
         )
     head = '<tr><th>page</th><th>ended</th><th class="num">records</th><th class="num">time</th><th>why</th></tr>'
     return f'<div class="escher-scroll"><table class="escher"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -26,9 +26,10 @@ from typing import Any, TextIO
 
 from escher_book import notebook
 from escher_kernels import METHOD, environment
-from escher_kernels.records import SCHEMA, RecordError, read_json, write_failed, write_json_atomic
+from escher_kernels.records import SCHEMA, RecordError, read_json, write_failed, write_json_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
 from escher_kernels.run import families as registry
+from validation.config import OWN
 
 NOTEBOOKS = ROOT / "notebooks"
 TIMEOUT_S = {"quick": 300, "standard": 1200, "full": 7200}
@@ -109,6 +110,8 @@ def new_run(root: Path, settings: Settings, chosen: list[str], planned: dict[str
     except OSError as exc:
         raise RunError(write_failed(root, exc)) from None
     write_json_atomic(run_dir / "env.json", planned["env"])
+    if settings.report_config:  # the run's own copy: a report elsewhere must judge by the same figures
+        write_text_atomic(run_dir / "raw" / OWN, Path(settings.report_config).read_text(encoding="utf-8"))
     write_json_atomic(run_dir / "run.json", {
         "schema": SCHEMA,
         "method": METHOD,
@@ -296,6 +299,8 @@ def measure(run_dir: Path, chosen: list[str], settings: Settings, console: Conso
         for number, family in enumerate(chosen, start=1):
             console(f"[{number}/{len(chosen)}] {family}")
             began = datetime.now(UTC).isoformat(timespec="seconds")
+            status[family] = {"status": "running", "message": "", "started_utc": began}
+            write_json_atomic(run_dir / "status.json", status)
             try:
                 outcome = execute(run_dir, family, False, settings, profile, console, limit)
             except KeyboardInterrupt:

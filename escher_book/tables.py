@@ -30,8 +30,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return NONE
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(decimals, 12)}f}"
+    decimals = min(12, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{round(value, decimals):,.{max(0, decimals)}f}"  # before the point too: 5,356 at two digits is 5,400
 
 
 def digits_of(estimate: Estimate) -> int:
@@ -298,6 +298,12 @@ def probes(run: LoadedRun) -> Table:
     return Table("compute_probes", caption, columns, c.probes, raw)
 
 
+def _steady(anchor: derive.Anchor, limit: float) -> str:
+    if len(anchor.rates) < 2:
+        return "unknown: ran once"
+    return f"moved more than {limit:.0%}: NOISY" if anchor.moved else f"steady within {limit:.0%}"
+
+
 def anchors(run: LoadedRun, family: str) -> Table:
     """The fixed GEMM and the fixed copy each time they ran around this family."""
     items = derive.anchors(run.records(family), run.config)
@@ -310,7 +316,7 @@ def anchors(run: LoadedRun, family: str) -> Table:
             lambda a: ", ".join(number(r / scale[a.unit][0]) for r in a.rates) + f" {scale[a.unit][1]}",
         ),
         Column("largest step", lambda a: f"{number(a.largest_move_frac * 100, 2)} %", True),
-        Column("judged", lambda a: f"moved more than {limit:.0%}: NOISY" if a.moved else f"steady within {limit:.0%}"),
+        Column("judged", lambda a: _steady(a, limit)),
     ]
     raw = [{"anchor": a.case, "unit": a.unit, "rate": r, "turn": i} for a in items for i, r in enumerate(a.rates)]
     return Table(f"{family}_anchors", "Anchors: how steady the machine was meanwhile", columns, items, raw)

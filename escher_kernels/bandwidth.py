@@ -5,7 +5,8 @@ those streams, each once, with no credit for caches and none for write-allocate.
 copy: its three largest sizes, fixed before anything is timed, each far larger than the last-level caches together.
 Traps this module avoids: smaller buffers rotate through a set larger than four times the summed last-level caches, so
 that every call finds them cold (never a flush inside the timed region); the cache curve is warm on purpose and says so;
-first touch is parallel, with the same split over threads as the copy.
+first touch is parallel, with the same split over threads as the copy (on a host of several NUMA nodes each size has
+memory of its own for that, or its rows are flagged PAGES_NOT_LOCAL).
 On a CPU an ordinary store first reads the line it writes (write-allocate), so plain copy moves three streams for two
 counted; streaming stores avoid that. The same copy is therefore run in C with plain and with streaming stores,
 interleaved with torch's. Outside tools that agree: STREAM, BabelStream, likwid-bench, nvbandwidth, rocm-bandwidth-test.
@@ -131,8 +132,11 @@ def verdict(ratio: float, elements: int) -> dict[str, Any]:
 class Buffers:
     """Three buffers of the largest size; every case works on views, rotated where it must find them cold."""
 
-    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1):
-        self.torch, self.llc_bytes, self.threads = torch, llc_bytes, threads
+    def __init__(
+        self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1, local_bytes: int | None = None
+    ):
+        self.torch, self.llc_bytes, self.threads, self.local_bytes = torch, llc_bytes, threads, local_bytes
+        self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.a, self.b, self.c = (normal(torch, size // ELEMENT_BYTES, torch.float32, device) for _ in range(3))
         self._sums: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -147,6 +151,19 @@ class Buffers:
             self._sums[key] = (plain, magnitude)
         return self._sums[key]
 
+    def _operands(self, elements: int, index: int) -> tuple[Any, Any, Any]:
+        """The index-th set of that size: a view, or on a host of several NUMA nodes memory of its own while it lasts.
+
+        A view's pages lie where the whole buffer's split put them, so threads would read another node's memory.
+        """
+        need = 3 * ELEMENT_BYTES * elements
+        key = (elements, index)
+        if key not in self._local and (self.local_bytes or 0) >= need and elements < len(self.a):
+            self.local_bytes -= need
+            self._local[key] = tuple(normal(self.torch, elements, self.torch.float32, "cpu") for _ in range(3))
+        view = tuple(x[index * elements : (index + 1) * elements] for x in (self.a, self.b, self.c))
+        return self._local.get(key, view)
+
     def views(self, item: Case) -> list[tuple[Any, Any, Any]]:
         """Operand sets a case rotates through: one where it runs warm, else enough to outgrow the caches."""
         elements = item.params["buffer_bytes"] // ELEMENT_BYTES
@@ -154,10 +171,7 @@ class Buffers:
         op = OPS[item.params["op"]]
         streams = max(1, op.reads + op.writes)
         wanted = 1 if item.cache == "warm" else math.ceil(COLD_FACTOR * self.llc_bytes / (streams * elements * 4)) + 1
-        sets = [
-            tuple(x[i * elements : (i + 1) * elements] for x in (self.a, self.b, self.c))
-            for i in range(min(available, max(1, wanted)))
-        ]
+        sets = [self._operands(elements, i) for i in range(min(available, max(1, wanted)))]
         if op.reads == 1 and op.writes == 0 and item.cache != "warm":  # both operand buffers can be read
             sets += [(b, a, c[1:]) for a, b, c in sets]
         return sets
@@ -184,29 +198,40 @@ class Buffers:
 
         case = replace(item, params={**item.params, "operand_sets": count})
         threads = min(self.threads, math.ceil(len(sets[0][0]) / TORCH_GRAIN))
-        return Prepared(case, call=call, poison=poison, check=check, backend=f"torch {op}", threads=threads)
+        shared = self.local_bytes is not None and sets[0][0]._base is self.a and len(sets[0][0]) < len(self.a)
+        flags = ("PAGES_NOT_LOCAL",) if shared else ()
+        return Prepared(
+            case, call=call, poison=poison, check=check, backend=f"torch {op}", threads=threads, flags=flags
+        )
 
 
 def pairs(buffers: Buffers, probe: native.Native, threads: int, size: int) -> list[Prepared]:
-    """CPU: torch's copy, plain C copy and C copy with streaming stores of the same buffers, to be interleaved."""
-    a, b, c = (x[: size // ELEMENT_BYTES] for x in (buffers.a, buffers.b, buffers.c))
-    runs = {
-        "torch": lambda _: c.copy_(a),
-        "plain": lambda _: probe.copy(c.data_ptr(), a.data_ptr(), size, threads, streaming=False),
-        "streaming": lambda _: probe.copy(c.data_ptr(), a.data_ptr(), size, threads, streaming=True),
-    }
-    backends = {"torch": "torch copy_", "plain": "C, ordinary stores", "streaming": "C, streaming stores"}
-    return [
-        Prepared(
-            Case(f"stream.{name}", {"op": "copy", "buffer_bytes": size, "dtype": "fp32", "threads": threads},
-                 bytes_moved=2 * size, cache="cold", role="pair"),
-            call=run,
+    """CPU: torch's copy, plain C copy and C copy with streaming stores of the same buffers, to be interleaved.
+
+    The C copies time themselves, first start to last end of their threads; torch's is timed around the call.
+    """
+    a, b, c = buffers._operands(size // ELEMENT_BYTES, 0)
+
+    def pair(name: str, backend: str, call: Callable[[int], Any], timed_in_c: bool) -> Prepared:
+        params = {"op": "copy", "buffer_bytes": size, "dtype": "fp32", "threads": threads}
+        case = Case(f"stream.{name}", params, bytes_moved=2 * size, cache="cold", role="pair")
+        return Prepared(
+            case,
+            call=call,
+            sampler=(lambda: ([call(0)], case)) if timed_in_c else None,
             poison=lambda: c.fill_(math.nan),
             check=lambda *_: error(buffers.torch, "copy", a, b, c),
-            backend=backends[name],
+            backend=backend,
         )
-        for name, run in runs.items()
-    ]  # fmt: skip
+
+    def c_copy(streaming: bool) -> Callable[[int], float]:
+        return lambda _: probe.copy(c.data_ptr(), a.data_ptr(), size, threads, streaming=streaming)
+
+    return [
+        pair("torch", "torch copy_", lambda _: c.copy_(a), False),
+        pair("plain", "C, ordinary stores", c_copy(False), True),
+        pair("streaming", "C, streaming stores", c_copy(True), True),
+    ]
 
 
 def measure(session: Session, machine: Machine, spec: Spec) -> None:
@@ -221,7 +246,8 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         return
     session.warm_up(machine)
     try:
-        buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)))
+        spare = int(memory_bytes * 0.6) - 3 * largest if machine.numa_nodes > 1 else None
+        buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)), spare)
     except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors; another process may hold the memory
         for row in rows:
             session.skip(row, f"three buffers of {size_name(largest)} were refused: {str(exc).splitlines()[0]}")

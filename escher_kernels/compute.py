@@ -18,7 +18,7 @@ from typing import Any
 
 from escher_kernels import native
 from escher_kernels.records import Record
-from escher_kernels.timing import Case, Machine, Prepared, Session, normal
+from escher_kernels.timing import ANCHOR_COPY_BYTES, Case, Machine, Prepared, Session, normal
 from escher_kernels.workload import Spec, gemms
 
 SQUARES = {"gpu": (1024, 2048, 4096, 8192, 12288, 16384, 20480, 24576, 32768), "cpu": (256, 512, 1024, 2048, 4096)}
@@ -35,7 +35,8 @@ UNDERFLOW = {"bf16": 2.0**-134, "fp16": 2.0**-25}  # half the smallest subnormal
 ELEMENT_BYTES = 2
 CHECK_ROWS = 256
 ROOF_SHARE = 5.0
-CHUNK = 2**25  # elements converted to float64 at a time
+CHUNK = 2**23  # elements converted to float64 at a time
+SMALL_M = 64  # fewer rows cannot be a roof: they are searched last
 
 
 def gemm(name: str, m: int, n: int, k: int, layout: str = "NN", dtype: str = "bf16", **params: Any) -> Case:
@@ -65,7 +66,8 @@ def cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
 def coarse(kind: str, dtype: str, spec: Spec) -> list[Case]:
     """First round of the roof search: everything of `cases`, and other shapes."""
     listed = [(c.params["m"], c.params["n"], c.params["k"]) for c in cases(kind, dtype, spec)]
-    return [search_case(*shape, "NN", dtype, 0) for shape in dict.fromkeys([*listed, *OTHER_SHAPES[kind]])]
+    shapes = sorted(dict.fromkeys([*listed, *OTHER_SHAPES[kind]]), key=lambda shape: shape[0] < SMALL_M)
+    return [search_case(*shape, "NN", dtype, 0) for shape in shapes]
 
 
 def search_case(m: int, n: int, k: int, layout: str, dtype: str, step: int) -> Case:
@@ -181,40 +183,46 @@ class Pools:
 
 
 def blas_backend(torch: Any, kind: str) -> str:
+    """torch.mm and the library it is set to prefer; torch does not tell which one a call used."""
     if kind == "cpu":
-        return "torch.mm, oneDNN" if torch.backends.mkldnn.is_available() else "torch.mm, no oneDNN"
-    return f"torch.mm, {torch.backends.cuda.preferred_blas_library()}".replace("_BlasBackend.", "")
+        return f"torch.mm, oneDNN {'enabled' if torch.backends.mkldnn.is_available() else 'not built in'}"
+    return f"torch.mm, preferred BLAS {torch.backends.cuda.preferred_blas_library()}".replace("_BlasBackend.", "")
 
 
-def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) -> list[Record]:
-    """Coarse to fine: measure `first`, then neighbours of the best three, until a round gains < 0.5 % or time is up."""
+def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) -> tuple[list[Record], str]:
+    """Coarse to fine: measure `first`, then neighbours of the best three, until a round gains < 0.5 % or time is up.
+
+    Returns what was measured and why it ended.
+    """
     began, done, best, todo, step = session.clock(), [], 0.0, list(first), 0
     limit_flop = math.inf
     while todo:
         for number, case in enumerate(todo):
             if done and session.clock() - began > session.budget.search_s:
-                session.progress(f"roof search stopped after {session.budget.search_s:g} s, {len(done)} shapes")
-                return done
+                return done, f"stopped in round {step} after {session.budget.search_s:g} s, its share of the budget"
             session.progress(f"roof search, round {step}, shape {number + 1} of {len(todo)}", always=number == 0)
             if case.flop <= limit_flop and (record := session.quick_rate(pools.prepare(case, backend))):
                 done.append(record)
                 limit_flop = max(map(rate, done)) * session.budget.search_s / 40
         top = max(map(rate, done), default=0.0)
-        if step >= REFINE_ROUNDS or top < best * REFINE_GAIN:
+        if top < best * REFINE_GAIN:
+            return done, f"ended in round {step}, which gained less than {REFINE_GAIN - 1:.1%}"
+        if step >= REFINE_ROUNDS:
             break
         best, step = top, step + 1
         todo = refine(done, pools.elements, limit_flop)
-    return done
+    return done, f"ended after round {step}"
 
 
-def probes(probe: native.Native, cores: Sequence[int], slices: int) -> list[Prepared]:
+def probes(session: Session, probe: native.Native, cores: Sequence[int]) -> list[Prepared]:
     """CPU: the peak of each instruction a GEMM of the dtype can be made of, and the real clock, in every block.
 
     A slice of `peak.<kernel>` holds the FLOP of all threads and lasts from the first start to the last end. The fastest
     kernel also gets a row a thread: threads need not be at full speed at the same time (a neighbour on the sibling
     hyperthread can halve a tile unit for seconds), so the sum of their own bests is what no correct GEMM exceeds.
+    An instruction that the CPU has and that cannot be probed, or a loop that does not count right, is a skipped row.
     """
-    kernels = [k for k in probe.kernels() if k.serves_bf16]
+    slices = 16 if session.budget.name == "quick" else 48
     cores, last = list(cores), {}
 
     def peak(kernel: native.Kernel, case: Case) -> tuple[Sequence[float], Case]:
@@ -225,15 +233,22 @@ def probes(probe: native.Native, cores: Sequence[int], slices: int) -> list[Prep
     def of_thread(name: str, thread: int, case: Case) -> tuple[Sequence[float], Case]:
         return last[name].thread_s[thread], replace(case, flop=last[name].flop_per_slice // last[name].threads)
 
-    def clock(chain: str, case: Case) -> tuple[Sequence[float], Case]:
-        run = probe.clock(cores[0], slices=slices)[chain]
+    def clock(chain: native.Chain, case: Case) -> tuple[Sequence[float], Case]:
+        (run,) = probe.interleaved([chain], cores[:1], slices)
         return run.wall_s, replace(case, params={"cycles": run.cycles_per_slice, "pinned": all(run.pinned)})
 
+    for name, reason in probe.blocked().items():
+        session.skip(Case(f"peak.{name}", role="probe"), reason)
     out, speed = [], {}
-    for k in kernels:
+    for k in probe.kernels():
+        case = Case(f"peak.{k.name}", {"dtype": k.dtype}, role="probe")
+        if probe.check_sum(k, 64, ones=True) != 64 * k.flop_per_turn / 2:
+            session.skip(
+                case, f"the loop that {probe.command[0]} built does not count right; set CC to another compiler"
+            )
+            continue
         run = probe.peak(k, cores, slices=4)
         speed[k.name] = run.flop_per_slice / min(run.wall_s)
-        case = Case(f"peak.{k.name}", {"dtype": k.dtype}, role="probe")
         out.append(Prepared(case, sampler=lambda k=k, c=case: peak(k, c), backend="C loop"))
     if speed:
         fastest = max(speed, key=speed.__getitem__)
@@ -242,7 +257,7 @@ def probes(probe: native.Native, cores: Sequence[int], slices: int) -> list[Prep
             out.append(Prepared(case, sampler=lambda i=i, c=case: of_thread(fastest, i, c), backend="C loop"))
     for chain in probe.chains():
         case = Case(f"clock.{chain.name}", role="probe")
-        out.append(Prepared(case, sampler=lambda n=chain.name, c=case: clock(n, c), backend="C loop"))
+        out.append(Prepared(case, sampler=lambda n=chain, c=case: clock(n, c), backend="C loop"))
     return out
 
 
@@ -254,24 +269,32 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     backend = blas_backend(torch, kind)
     first, rows = coarse(kind, dtype, spec), cases(kind, dtype, spec)
-    affordable = machine.memory_bytes // (16 * ELEMENT_BYTES)
-    pools = Pools(torch, machine.device, dtype, min(affordable, max(map(largest_operand, [*first, *rows]))))
-    session.warm_up(machine)
+    reserve = 2 * ANCHOR_COPY_BYTES[kind] + 4 * 8 * CHUNK  # the anchors, and what a check converts to float64
+    affordable = (machine.memory_bytes - reserve) // (8 * ELEMENT_BYTES)  # three pools, and a quarter to spare
+    try:
+        if affordable <= 0:
+            raise RuntimeError(f"{machine.memory_bytes / 2**20:.0f} MiB of memory are too little")
+        pools = Pools(torch, machine.device, dtype, min(affordable, max(map(largest_operand, [*first, *rows]))))
+        session.warm_up(machine)
+    except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors
+        for row in rows:
+            session.skip(row, str(exc).splitlines()[0])
+        return
     session.anchor()
-    found = search(session, pools, first, backend)
+    found, ended = search(session, pools, first, backend)
+    session.progress(f"roof search {ended}, {len(found)} shapes")
     session.anchor()
     items = [pools.prepare(case, backend) for case in rows]
     finalists = sorted(found, key=rate, reverse=True)[:REFINE_TOP]
     right = [r for r in finalists if _is_right(session, pools, r, backend)]
     if right:
         m, n, k, layout = (right[0].params[x] for x in ("m", "n", "k", "layout"))
-        roof = pools.prepare(gemm("roof", m, n, k, layout, dtype, searched=len(found)), backend)
+        roof = pools.prepare(gemm("roof", m, n, k, layout, dtype, searched=len(found), search_ended=ended), backend)
         items.append(replace(roof, share=ROOF_SHARE))
     if kind == "cpu":
         try:
             with native.load() as probe:
-                slices = 16 if session.budget.name == "quick" else 48
-                session.run_blocks([*items, *probes(probe, machine.cores, slices)])
+                session.run_blocks([*items, *probes(session, probe, machine.cores)])
         except native.NativeUnavailable as exc:
             session.skip(Case("peak", {"dtype": dtype}, role="probe"), str(exc))
             session.run_blocks(items)

@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from escher_kernels import native
 from escher_kernels.timing import Case, Machine, Prepared, Session
 from escher_kernels.workload import Spec
 
@@ -35,6 +36,7 @@ KNOB_PREFIXES = (
     "GLOO_", "MALLOC_", "LD_PRELOAD",
 )  # fmt: skip
 PRETTY_NAME = re.compile(r'^PRETTY_NAME="?([^"\n]*)', re.M)
+READS = 20000  # clock reads a sample: about 1.5 ms
 BOOT_OPTIONS = re.compile(
     r"\b(?:iommu|amd_iommu|intel_iommu|mitigations|isolcpus|nohz_full|hugepages|hugepagesz|pci"
     r"|numa_balancing|transparent_hugepage|processor\.max_cstate|intel_idle\.max_cstate)=\S+"
@@ -189,6 +191,10 @@ def llc_bytes(found: list[dict[str, Any]]) -> int | None:
     return sum(c["size_bytes"] for c in found if c["level"] == last) if last else None
 
 
+def numa_nodes(root: Path = Path("/")) -> int | None:
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None
+
+
 def cpu_info(root: Path = Path("/")) -> dict[str, Any]:
     text = _text(root / "proc/cpuinfo") or ""
     first = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text.split("\n\n", 1)[0], re.M))
@@ -251,12 +257,12 @@ def git_state(directory: Path) -> dict[str, Any]:
 
 
 def compiler() -> str | None:
-    """The C compiler the CPU probe would use, with its version line."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        path = shutil.which(name) if name else None
-        if path:
-            return f"{path}: {(_command(path, '--version') or 'no version').splitlines()[0]}"
-    return None
+    """The C compiler the CPU probe would use, with its version line; None where it would find none."""
+    try:
+        command = native.compilers()[0]
+    except native.NativeUnavailable:
+        return None
+    return f"{' '.join(command)}: {(_command(*command, '--version') or 'no version').splitlines()[0]}"
 
 
 def fingerprint(found: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def fingerprint(found: dict[str, Any], root: Path = Path("/")) -> dict[str, Any]
             "cpus": {**asdict(allowance), "threads": allowance.threads, "online": os.cpu_count()},
             "caches": caches(allowance.affinity, root),
             "llc_bytes": llc_bytes(caches(allowance.cores, root)),
-            "numa_nodes": len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
+            "numa_nodes": numa_nodes(root),
             "memory": memory(root),
             "shm_free_bytes": shm.free if shm else None,
             "disk_free_bytes": shutil.disk_usage(".").free,
@@ -353,14 +359,14 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         out = []
         for _ in range(20):
             start = read()
-            for _ in range(1000):
+            for _ in range(READS):
                 read()
             out.append((read() - start) / 1e9)
         return out
 
     rounds = max(1000, int(20000 * 1e-3 / max(_fixed_work(20000), 1e-6)))
     samplers = {
-        "clock.read": (clock_read, 1000),
+        "clock.read": (clock_read, READS),
         "clock.fixed_work": (lambda: [_fixed_work(rounds) for _ in range(100)], 1),
         "event.empty_pair": (lambda: session.timer.samples(lambda _: None, 0, 50, 1)[0], 1),
     }

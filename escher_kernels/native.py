@@ -21,7 +21,7 @@ Read a peak as the BEST of many short slices: a neighbour, or a descheduled vCPU
 - AVX-512 and AMX may lower the clock: the peak is what was measured, not FLOP per clock times the clock of `add`.
 - Two vCPUs may be hyperthreads of one core: the peak of two threads is then that of one.
 - BF16 dot products are slower than FP32 multiply-adds on some CPUs that have both: a BF16 roof is bounded by the
-  fastest kernel with `serves_bf16`.
+  fastest kernel, FP32 ones included: BF16 can be up-converted.
 
 Outside tools for the same questions: cpufp (peaks; its published FLOP per clock are those found here), STREAM (copy).
 """
@@ -53,17 +53,19 @@ _KERNELS = {
 }
 
 
+_CPU_HAS_NO = "the CPU has no"
+
+
 class NativeUnavailable(RuntimeError):
     """The C loops cannot be built or loaded here; one line, with the mend."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A peak loop. `serves_bf16`: a BF16 GEMM can run on it, by up-conversion if it multiplies in FP32."""
+    """A peak loop. A BF16 GEMM can run on each, by up-conversion if it multiplies in FP32."""
 
     name: str
     dtype: str
-    serves_bf16: bool
     flop_per_turn: int
     index: int
 
@@ -231,12 +233,11 @@ class Native:
                 continue
             dtype, needed = _KERNELS[name]
             if missing := needed - flags:
-                self._unsupported[name] = f"the CPU has no {' '.join(sorted(missing))}"
+                self._unsupported[name] = f"{_CPU_HAS_NO} {' '.join(sorted(missing))}"
             elif name.startswith("amx") and (refused := self._lib.escher_amx_permission()):
                 self._unsupported[name] = f"the kernel refuses the AMX registers: {os.strerror(refused)}"
             else:
-                # Every loop here multiplies what a BF16 GEMM can be made of, as it is or up-converted to FP32.
-                self._kernels.append(Kernel(name, dtype, True, self._lib.escher_loop_flop(index), index))
+                self._kernels.append(Kernel(name, dtype, self._lib.escher_loop_flop(index), index))
         built = {self._lib.escher_loop_name(i).decode() for i in range(self._lib.escher_loops())}
         for name, (_, needed) in _KERNELS.items():
             if name not in built and needed <= flags:
@@ -255,6 +256,10 @@ class Native:
     def unsupported(self) -> dict[str, str]:
         """Peak loops of this architecture that cannot run here: name -> reason."""
         return dict(self._unsupported)
+
+    def blocked(self) -> dict[str, str]:
+        """Those that the CPU has the instruction for, while compiler or kernel stand in the way: name -> reason."""
+        return {name: why for name, why in self._unsupported.items() if not why.startswith(_CPU_HAS_NO)}
 
     def check_sum(self, loop: Kernel, turns: int, ones: bool) -> float:
         """The sum of all accumulators after `turns`: with `ones` the multiply-adds that were really done, else those of

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from escher_kernels import METHOD, environment, targets, workload
-from escher_kernels.records import Run, Writer, write_json_atomic
+from escher_kernels.records import Run, Writer, read_json, write_json_atomic
 from escher_kernels.timing import BUDGETS, CpuTimer, GpuTimer, Machine, Progress, Session
 
 ROOT = Path(__file__).resolve().parent.parent
+ASSUMED_LLC_BYTES = 2**28  # where nothing tells: as large as the largest Infinity Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +122,25 @@ def machine_for(plan: Plan, torch: Any) -> Machine:
         except OSError:
             pass  # the affinity in force is read back below
         torch.set_num_threads(allowance.threads)
-        llc = environment.llc_bytes(environment.caches(allowance.cores)) or 0
+        llc = environment.llc_bytes(environment.caches(allowance.cores)) or ASSUMED_LLC_BYTES
         usable = environment.memory()["usable_bytes"] or 0
-        return Machine(torch, "cpu", "cpu", "bf16", usable, llc, tuple(allowance.cores))
+        return Machine(torch, "cpu", "cpu", "bf16", usable, llc, tuple(allowance.cores), environment.numa_nodes() or 1)
     properties = torch.cuda.get_device_properties(0)
-    l2 = getattr(properties, "L2_cache_size", 0) or 0
-    llc = max(l2, (found_profile.llc_bytes or found_profile.l2_bytes or 0) if found_profile else 2**28)
-    dtype = found_profile.compute_dtype if found_profile else "bf16"
+    known = (found_profile.llc_bytes or found_profile.l2_bytes) if found_profile else None
+    llc = max(getattr(properties, "L2_cache_size", 0) or 0, known or ASSUMED_LLC_BYTES)
+    if found_profile:
+        dtype = found_profile.compute_dtype
+    else:
+        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return Machine(torch, "gpu", "cuda", dtype, properties.total_memory, llc, ())
+
+
+def llc_is_known(plan: Plan) -> bool:
+    """False where the size of the last-level caches had to be assumed."""
+    if plan.found.kind == "cpu":
+        return environment.llc_bytes(environment.caches(environment.cpu_allowance().cores)) is not None
+    profile = plan.selection.found_profile
+    return bool(profile and (profile.llc_bytes or profile.l2_bytes))
 
 
 def measure_family(
@@ -157,6 +169,17 @@ def measure_family(
         raise ValueError(
             f"the run's profile is {profile.get('key')}, this process finds {selected.key if selected else 'no profile'}"
         )
+    known_as = Path(run_dir) / "run.json"
+    if known_as.exists() and (planned := read_json(known_as)["target"]["found"]) != (here := chosen.found.to_json()):
+        differs = next(k for k in here if planned.get(k) != here[k])
+        raise ValueError(
+            f"{known_as} was made for another device: its {differs} is {planned.get(differs)!r}, here it is "
+            f"{here[differs]!r}; measure into a new run"
+        )
+    env_path = Path(run_dir) / "env.json"
+    if not env_path.exists():  # before this process binds itself to fewer CPUs
+        write_json_atomic(env_path, environment_of(chosen.found, chosen.config))
+    llc_known = llc_is_known(chosen)
     machine = machine_for(chosen, torch)
     affinity = sorted(os.sched_getaffinity(0))
     run = Run(
@@ -169,6 +192,7 @@ def measure_family(
             **settings.to_json(), "dtype": machine.dtype, "threads": len(machine.cores) or None, "affinity": affinity,
             "bound": machine.kind != "cpu" or affinity == sorted(machine.cores),
             "memory_bytes": machine.memory_bytes, "llc_bytes": machine.llc_bytes,
+            "llc_assumed": not llc_known, "numa_nodes": machine.numa_nodes,
         },
         software=software(),
         git=environment.git_state(ROOT),
@@ -177,8 +201,6 @@ def measure_family(
     )  # fmt: skip
     path = records_path(run_dir, family)
     with Writer(path, run) as out:
-        if not (Path(run_dir) / "env.json").exists():
-            write_json_atomic(Path(run_dir) / "env.json", environment_of(chosen.found, chosen.config))
         timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
         budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
         session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration)

@@ -365,11 +365,16 @@ def _gpu(torch, root: Path) -> Found:
         compute_units=p.multi_processor_count,
         total_memory_bytes=p.total_memory,
         max_clock_hz=clock_khz * 1e3 if clock_khz else None,
-        count=torch.cuda.device_count(),
+        count=sum(_alike(torch.cuda.get_device_properties(i), p) for i in range(torch.cuda.device_count())),
         slice=part,
         llc_bytes=None if rocm else getattr(p, "L2_cache_size", None),
         pci_id=f"1002:{ids.pop().removeprefix('0x')}" if len(ids) == 1 else None,  # of one kind: it is device 0's
     )
+
+
+def _alike(one, other) -> bool:
+    """Devices of one kind: a node may hold another one beside (an integrated GPU)."""
+    return all(getattr(one, n) == getattr(other, n) for n in ("name", "multi_processor_count", "total_memory"))
 
 
 def _cpu(root: Path, note: str = "") -> Found:

@@ -23,7 +23,7 @@ from typing import Any
 from escher_kernels.records import Record
 from escher_kernels.statistics import MIN_BLOCKS, slope
 
-CPU_MIN_SAMPLE_S = 1e-3
+CPU_SAMPLE_S = 1.5e-3  # aimed at, so that a sample that runs faster than its estimate still lasts 1 ms
 MAX_SAMPLES_PER_BLOCK = 40
 LEVEL_FRAC = 0.02
 EMPTY_PAIR_FRAC = 0.01
@@ -62,6 +62,7 @@ class Machine:
     memory_bytes: int
     llc_bytes: int
     cores: tuple[int, ...]
+    numa_nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Prepared:
     check: Callable[[int, bool], dict[str, Any]] | None = None
     backend: str | None = None
     sampler: Callable[[], tuple[Sequence[float], Case]] | None = None
+    error: dict[str, Any] | None = None  # of the check before timing
     calls: int = 1
     samples: int = 0
     share: float = 1.0  # of a case's time in a block; more for a row that others are judged by
@@ -111,7 +113,7 @@ class CpuTimer:
         self.clock_ns = clock_ns
 
     def calls_for(self, call_s: float) -> int:
-        return max(1, math.ceil(CPU_MIN_SAMPLE_S / call_s)) if call_s > 0 else 1000
+        return max(1, math.ceil(CPU_SAMPLE_S / call_s)) if call_s > 0 else 1000
 
     def estimate(self, call: Callable[[int], Any], first: int) -> float:
         return self.samples(call, first, 1, 1)[0][0]
@@ -197,7 +199,7 @@ def normal(torch: Any, elements: int, dtype: Any, device: str) -> Any:
 def anchors(machine: Machine) -> list[Prepared]:
     """The fixed GEMM and the fixed copy of every timed family. Where one GEMM would take over 50 ms, a smaller one.
 
-    The same shapes in every run, so that a drift shows inside a family, between families and between runs.
+    The same shapes in every run of a host, so that a drift shows inside a family, between families and between runs.
     """
     torch, kind, device, dtype = machine.torch, machine.kind, machine.device, machine.dtype
 
@@ -366,7 +368,7 @@ class Session:
     def _block(self, item: Prepared, block: int, **fields: Any) -> Record:
         """One block of one case, with what disturbed it."""
         before = cpu_disturbance() if self.timer.kind == "cpu" else None
-        case, flags = item.case, []
+        case, flags, started_s = item.case, [], round(self.clock() - self.started, 6)
         if item.sampler:
             samples, case = item.sampler()
         else:
@@ -376,7 +378,7 @@ class Session:
         noise = disturbance_between(before, cpu_disturbance(), threads) if before else None
         return self.record(
             case, samples_s=tuple(samples), calls_per_sample=item.calls, block=block, backend=item.backend,
-            noise=noise, flags=(*item.flags, *flags), **fields,
+            started_s=started_s, noise=noise, flags=(*item.flags, *flags), **fields,
         )  # fmt: skip
 
     def quick_rate(self, item: Prepared, samples: int = 3) -> Record | None:
@@ -384,14 +386,14 @@ class Session:
         if not self._ready(item, full_check=False, limit_s=self.budget.search_s / 8):
             return None
         item.samples = samples
-        return self._block(item, 0)
+        return self._block(item, 0, error=item.error)
 
     def _ready(self, item: Prepared, full_check: bool, limit_s: float) -> bool:
         """One untimed call on poisoned outputs, checked, and sized. False (with a record) where it cannot be timed."""
         if item.case.skipped:
             self.skip(item.case, item.case.skipped)
             return False
-        if item.sampler:
+        if item.call is None:  # a sampler of its own, with nothing to check
             item.blocks = frozenset(range(self.budget.blocks))
             return True
         if item.case.flop and self._gemm_flop_s and self._too_long(item, item.case.flop / self._gemm_flop_s, limit_s):
@@ -404,14 +406,14 @@ class Session:
             self.skip(item.case, f"{type(exc).__name__}: {exc}".splitlines()[0])
             return False
         if item.check:
-            error = item.check(0, full_check)
-            if full_check or not error["ok"]:
-                self.record(item.case, error=error, backend=item.backend)
-            if not error["ok"]:
+            item.error = item.check(0, full_check)
+            if full_check or not item.error["ok"]:
+                self.record(item.case, error=item.error, backend=item.backend)
+            if not item.error["ok"]:
                 return False
         call_s = self.estimate(item.call, 1)
         item.turn = 2
-        item.calls = self.timer.calls_for(call_s)
+        item.calls = 1 if item.sampler else self.timer.calls_for(call_s)
         sample_s = call_s * item.calls
         if self._too_long(item, sample_s, limit_s):
             return False
@@ -432,7 +434,7 @@ class Session:
         return True
 
     def run_blocks(self, prepared: Sequence[Prepared]) -> None:
-        """Measure all cases round-robin, `budget.blocks` times; first and last outputs are checked."""
+        """Measure all cases round-robin, `budget.blocks` times; each is checked before and in its first and last block."""
         ready = []
         for item in prepared:
             self.progress(f"checking {item.case.name}", always=False)
@@ -449,7 +451,7 @@ class Session:
             self.progress(f"block {block + 1} of {self.budget.blocks}, about {left:.0f} s left")
 
     def _checked_block(self, item: Prepared, block: int, **fields: Any) -> None:
-        """A block; the outputs of a case's first and last one are poisoned before and checked after."""
+        """A block. In a case's first and last one outputs are poisoned before and the block's last one is checked."""
         checked = item.check and block in (min(item.blocks), max(item.blocks))
         if checked:
             item.poison()

@@ -120,7 +120,7 @@ def test_size_name(size, name):
 def without_memory(size, llc):
     """Buffers whose tensors have shapes and no storage."""
     out = Buffers.__new__(Buffers)
-    out.torch, out.llc_bytes, out.threads = torch, llc, 2
+    out.torch, out.llc_bytes, out.threads, out.local_bytes, out._local = torch, llc, 2, None, {}
     out.a, out.b, out.c = (torch.empty(size // 4, device="meta") for _ in range(3))
     return out
 

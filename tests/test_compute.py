@@ -244,7 +244,8 @@ def run_search(session, kind="gpu"):
     first = coarse(kind, "bf16", ESCHER if kind == "gpu" else SMALL)
     limit = max(map(largest_operand, first))
     pools = SimpleNamespace(elements=limit, prepare=lambda case, _: Prepared(case))
-    return search(session, pools, first, "torch.mm"), first, limit
+    found, session.ended = search(session, pools, first, "torch.mm")
+    return found, first, limit
 
 
 def landscape(kind, seed):
@@ -286,6 +287,7 @@ def test_a_flat_landscape_ends_the_search_after_one_round():
     session = Searching(lambda *_: 1e15)
     found, first, _ = run_search(session)
     assert {r.params["round"] for r in found} == {0, 1}
+    assert session.ended == "ended in round 1, which gained less than 0.5%"
 
 
 @pytest.mark.parametrize("overhead_s", [1.0, 7.0, 100.0])
@@ -293,7 +295,7 @@ def test_the_search_stops_when_its_time_is_up(overhead_s):
     session = Searching(landscape("gpu", 2)[0], overhead_s=overhead_s)
     found, _, _ = run_search(session)
     assert session.now <= session.budget.search_s + 2 * overhead_s
-    assert len(found) == len(session.seen) >= 1 and "roof search stopped after 20 s" in session.said[-1]
+    assert len(found) == len(session.seen) >= 1 and "after 20 s, its share of the budget" in session.ended
 
 
 def test_a_shape_that_is_wrong_or_too_slow_is_no_candidate():
@@ -400,7 +402,7 @@ def measured(monkeypatch):
         speed = {(48, 16, 32): 3.0, (32, 32, 32): 2.0}
         session = Measuring(lambda m, n, k, at: 1e9 * speed.get((m, n, k), 1) * (1 if at == "NN" else 0.5))
         monkeypatch.setattr(compute, "REFINE_ROUNDS", 0)
-        machine = Machine(torch, "cpu", "cpu", "bf16", 2**24, 2**20, (0,))
+        machine = Machine(torch, "cpu", "cpu", "bf16", 2**31, 2**20, (0,))
         compute.measure(session, machine, spec)
         return session
 
@@ -426,30 +428,58 @@ def test_a_winner_that_computes_wrongly_is_not_the_roof(measured):
     assert [f["error"]["ok"] for c, f in session.written if c.name == "search.48x16x32.NN"] == [False]
 
 
+class FakeProbe:
+    """Stands in for `native.Native`: `peak.slow` takes twice as long as `peak.fast`; `miscounts` cannot be trusted."""
+
+    command = ["cc"]
+
+    def __init__(self, blocked=None):
+        self.blocked_by = blocked or {}
+
+    def kernels(self):
+        return [native.Kernel(n, "bfloat16", 32, i) for i, n in enumerate(["slow", "fast", "miscounts"])]
+
+    def blocked(self):
+        return self.blocked_by
+
+    def check_sum(self, kernel, turns, ones):
+        assert ones
+        return turns * kernel.flop_per_turn / 2 * (0.5 if kernel.name == "miscounts" else 1)
+
+    def chains(self):
+        return [native.Chain("add", 1, 0)]
+
+    def peak(self, kernel, cores, slices):
+        assert kernel.name != "miscounts"
+        wall = [1.0 if kernel.name == "fast" else 2.0] * slices
+        own = [[0.9] * slices, [0.8] * slices]
+        return SimpleNamespace(wall_s=wall, thread_s=own, flop_per_slice=100, threads=2, pinned=[True])
+
+    def interleaved(self, loops, cores, slices):
+        return [SimpleNamespace(wall_s=[1.0] * slices, cycles_per_slice=7, pinned=[True]) for _ in loops]
+
+
+def probe_session():
+    skipped = {}
+    return SimpleNamespace(
+        budget=BUDGETS["quick"], skip=lambda case, why: skipped.update({case.name: why}), skipped=skipped
+    )
+
+
 def test_the_probe_has_a_row_for_each_thread_of_the_fastest_kernel():
-    fast, slow = (native.Kernel(n, "bfloat16", True, 1, i) for i, n in enumerate(["fast", "slow"]))
-    no_gemm = native.Kernel("int8", "int8", False, 1, 2)
-
-    class Probe:
-        def kernels(self):
-            return [slow, fast, no_gemm]
-
-        def chains(self):
-            return [native.Chain("add", 1, 0)]
-
-        def peak(self, kernel, cores, slices):
-            wall = [1.0 if kernel is fast else 2.0] * slices
-            return SimpleNamespace(
-                wall_s=wall, thread_s=[[0.9] * slices, [0.8] * slices], flop_per_slice=100, threads=2, pinned=[True]
-            )
-
-        def clock(self, core, slices):
-            return {"add": SimpleNamespace(wall_s=[1.0], cycles_per_slice=7, pinned=[True])}
-
-    items = {i.case.name: i for i in compute.probes(Probe(), [0, 1], slices=3)}
+    items = {i.case.name: i for i in compute.probes(probe_session(), FakeProbe(), [0, 1])}
     assert list(items) == ["peak.slow", "peak.fast", "peak.fast.thread0", "peak.fast.thread1", "clock.add"]
     samples, case = items["peak.fast"].sampler()
-    assert samples == [1.0] * 3 and case.flop == 100 and case.params["threads"] == 2
+    assert set(samples) == {1.0} and case.flop == 100 and case.params["threads"] == 2
     samples, case = items["peak.fast.thread1"].sampler()
-    assert samples == [0.8] * 3 and case.flop == 50
+    assert set(samples) == {0.8} and case.flop == 50
+    assert items["clock.add"].sampler()[1].params["cycles"] == 7
     assert all(i.case.role == "probe" for i in items.values())
+
+
+def test_an_instruction_that_cannot_be_probed_or_trusted_is_a_row_with_the_reason():
+    session = probe_session()
+    items = compute.probes(session, FakeProbe({"amx_bf16": "the compiler is too old for it"}), [0])
+    assert session.skipped["peak.amx_bf16"] == "the compiler is too old for it"
+    assert "does not count right" in session.skipped["peak.miscounts"]
+    assert "peak.miscounts" not in {i.case.name for i in items}

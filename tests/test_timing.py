@@ -383,7 +383,7 @@ def test_a_search_candidate_is_checked_cheaply_before_it_is_timed():
     check = verdicts(True)
     record = h.session.quick_rate(h.item("x", 0.01, check=check))
     assert check.asked == [(0, False)] and len(record.samples_s) == 3
-    assert [r.error for r in h.records] == [None]  # a right candidate leaves only its times
+    assert [r.error["ok"] for r in h.records] == [True]  # a right candidate leaves one record: times and check
     assert h.session.quick_rate(h.item("bad", 0.01, check=verdicts(False))) is None
     assert h.records[-1].case == "bad" and not h.records[-1].error["ok"]
     assert h.session.quick_rate(h.item("slow", 5.0)) is None and "three samples" in h.records[-1].skipped

@@ -36,6 +36,9 @@ converged_frac min_blocks_count noisy_ratio anchor_moved_frac lost_cpu_frac outl
 regression_mfu_pp regression_runs_count""".split()
 
 
+OWN = "report_config.json"  # below raw/, where a run was made with another configuration than this tree's
+
+
 class Config(targets.Config):
     """The validated configuration, a dict of its JSON, with `path`, `profile(key)` and `threshold(name)`."""
 
@@ -46,6 +49,12 @@ class Config(targets.Config):
             raise ConfigError(f"{self.path}: thresholds.{name} is missing; expected one of {known}")
         value = self["thresholds"][name]["value"]
         return value[kind] if isinstance(value, dict) else value
+
+
+def of_run(run_dir: Path) -> Config:
+    """The configuration a run was made with: its own copy, else this tree's."""
+    own = Path(run_dir) / "raw" / OWN
+    return load(own if own.is_file() else None)
 
 
 def load(path: Path | str | None = None) -> Config:

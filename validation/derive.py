@@ -50,9 +50,12 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
     if not (directory / "run.json").is_file():
         raise RecordError(f"{directory}: no run (run.json is missing); give a directory below results/")
     info = records.read_json(directory / "run.json")
+    if not isinstance(info, dict):
+        raise RecordError(f"{directory / 'run.json'}: no JSON object; measure again")
     files: dict[str, RecordFile] = {}
     for path in sorted((directory / "records").glob("*.jsonl")):
         content = records.read(path)
+        _check_belongs(path, content.run, info)
         files[content.run.family] = content
     try:
         target = info["target"]
@@ -69,8 +72,20 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
         files=files,
         selection=selection,
         found=found,
-        config=config or configuration.load(),
+        config=config or configuration.of_run(directory),
     )
+
+
+def _check_belongs(path: Path, run: Run, info: dict[str, Any]) -> None:
+    """Records of another run, method or device must not be shown as this run's."""
+    device = {key: info.get("target", {}).get("found", {}).get(key) for key in ("kind", "raw_name", "arch")}
+    wanted = {"run_id": info.get("run_id"), "method": info.get("method"), "device": device}
+    found = {key: run.target.get("found", {}).get(key) for key in device}
+    for name, value in {"run_id": run.run_id, "method": run.method, "device": found}.items():
+        if value != wanted[name]:
+            raise RecordError(
+                f"{path}: its {name} is {value!r}, the run's is {wanted[name]!r}; move the file out of this run"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ class Row:
     block_numbers: tuple[int, ...] = field(default=(), repr=False)  # of `blocks`
 
 
-def rows(items: Iterable[Record], config: Config) -> list[Row]:
+def rows(items: Iterable[Record], config: Config, kind: str = "gpu") -> list[Row]:
     """Group the records of a family by role and case, in order of first appearance.
 
     A row measured between two runs of an anchor that moved is marked.
@@ -119,10 +134,10 @@ def rows(items: Iterable[Record], config: Config) -> list[Row]:
         groups.setdefault((r.role, r.case), []).append(r)
         if turn in moved and r.samples_s and r.role != "anchor":
             disturbed.add((r.role, r.case))
-    return [_row(group, config, key in disturbed) for key, group in groups.items()]
+    return [_row(group, config, key in disturbed, kind) for key, group in groups.items()]
 
 
-def _row(group: Sequence[Record], config: Config, anchor_moved: bool) -> Row:
+def _row(group: Sequence[Record], config: Config, anchor_moved: bool, kind: str) -> Row:
     last = group[-1]
     timed = [r for r in group if r.samples_s]
     errors = [r.error for r in group if r.error]
@@ -175,7 +190,7 @@ def _rate(items: Sequence[Record], work: Callable[[Record], int | None]) -> Esti
 
 @dataclass(frozen=True)
 class Anchor:
-    """An anchor case over a family: its rate each time it ran, and the largest step between two neighbours."""
+    """An anchor case over a family: its rate each time it ran (steadiness needs two), the largest step between two."""
 
     case: str
     unit: str  # "FLOP/s" or "B/s"
@@ -255,7 +270,7 @@ def compute(run: LoadedRun) -> Compute | None:
     if "compute" not in run.files:
         return None
     items, config = run.records("compute"), run.config
-    every = rows(items, config)
+    every = rows(items, config, run.kind)
     cases = [r for r in every if r.role == "case"]
     roof = next((r for r in cases if r.case == "roof"), None)
     squares = [r for r in cases if r.case.startswith("square.") and r.flop_s]
@@ -280,6 +295,7 @@ def compute(run: LoadedRun) -> Compute | None:
 
 
 def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
+    """Peaks, the highest first; and why there is no basis: nothing probed, or a BF16 instruction that could not be."""
     groups: dict[str, list[Record]] = {}
     threads: dict[str, dict[int, float]] = {}
     skipped = None
@@ -341,7 +357,7 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
         label = f"rated dense {dtype.upper()} peak of {profile.name}"
         out.append(Basis("rated", label, rate, reason, selection.same_device, profile.peak_formula))
     if run.kind == "cpu":
-        if probes:
+        if probes and not skipped:
             best = probes[0]
             label = f"probed peak of this host ({best.name}, {best.threads} threads)"
             out.append(Basis("probed", label, best.best_flop_s, "", True, "loops of one instruction, best slices"))
@@ -349,6 +365,18 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
             why = skipped or "not probed"
             out.append(Basis("probed", "probed peak of this host", None, why, True))
     return out
+
+
+def ridge(compute_roof: Estimate, bandwidth_roof: Estimate) -> Estimate:
+    """Compute roof over bandwidth roof, FLOP/B. The interval spans the ratios of the ends: it holds where both do."""
+    return Estimate(
+        compute_roof.median / bandwidth_roof.median,
+        compute_roof.lo / bandwidth_roof.hi,
+        compute_roof.hi / bandwidth_roof.lo,
+        compute_roof.coverage * bandwidth_roof.coverage,
+        min(compute_roof.blocks, bandwidth_roof.blocks),
+        compute_roof.samples + bandwidth_roof.samples,
+    )
 
 
 @dataclass(frozen=True)
@@ -381,7 +409,7 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
     if "bandwidth" not in run.files:
         return None
     items, config, profile = run.records("bandwidth"), run.config, run.selection.profile
-    every = rows(items, config)
+    every = rows(items, config, run.kind)
     cold = [r for r in every if r.role == "case" and r.cache == "cold"]
     plateaus = [p for op in dict.fromkeys(r.params["op"] for r in cold) if (p := _plateau(op, cold))]
     roof = next((p for p in plateaus if p.op == "copy"), None)
@@ -405,13 +433,14 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
         bases=bases,
         anchors=anchors(items, config),
         converged=bool(roof and roof.bytes_s.converged(config.threshold("converged_roof_frac"))),
-        skipped=next((r.skipped for r in cold if r.skipped), None),
+        skipped=next((f"{r.case}: {_why_untimed(r)}" for r in cold if r.params.get("plateau") and not r.bytes_s), None),
     )
 
 
 def _plateau(op: str, cold: Sequence[Row]) -> Plateau | None:
-    group = [r for r in cold if r.params["op"] == op and r.params.get("plateau") and r.bytes_s]
-    if not group:
+    """None unless every size that was fixed before timing has a right and timed row."""
+    group = [r for r in cold if r.params["op"] == op and r.params.get("plateau")]
+    if not group or not all(r.bytes_s for r in group):
         return None
     medians_s = [{n: statistics.median(b) for n, b in zip(r.block_numbers, r.blocks, strict=True)} for r in group]
     common = [n for n in medians_s[0] if all(n in other for other in medians_s)]  # a slow size has fewer blocks
@@ -421,6 +450,10 @@ def _plateau(op: str, cold: Sequence[Row]) -> Plateau | None:
     medians = [r.bytes_s.median for r in group]
     spread = max(medians) / min(medians) - 1
     return Plateau(op, estimate(blocks), spread, tuple(r.params["buffer_bytes"] for r in group))
+
+
+def _why_untimed(row: Row) -> str:
+    return row.skipped or ("wrong result" if row.wrong else "no positive sample")
 
 
 def _speedup(pairs: Sequence[Row]) -> dict[str, Estimate]:
