@@ -57,13 +57,14 @@ FOUND = targets.Found(
 def gemm_s(params: dict[str, Any]) -> float:
     """Seconds of a GEMM: launch + max(arithmetic on whole waves of tiles, bytes). About 1550 TFLOP/s at best."""
     m, n, k = (params[x] for x in "mnk")
+    steps = min(k, 12288)  # a longer sum gains no more
     layout = {"NN": 1.0, "NT": 0.985, "TN": 1.012}[params.get("layout", "NN")]
     arithmetic = math.inf
     for edge, speed in ((256, 1.0), (128, 0.84), (64, 0.52), (32, 0.25)):
         tiles = math.ceil(m / edge) * math.ceil(n / edge)
         on_each = math.ceil(tiles / FOUND.compute_units)
         done = on_each * FOUND.compute_units * edge * edge * k * 2  # FLOP of whole waves, idle units included
-        arithmetic = min(arithmetic, done / (1.61e15 * speed * layout * k / (k + 300)))
+        arithmetic = min(arithmetic, done / (1.61e15 * speed * layout * steps / (steps + 300)))
     droop = 1 + 0.045 * min(1.0, m * n * k / 16384**3)  # a long GEMM reaches the power limit
     return LAUNCH_S + max(arithmetic * droop, 2 * (m * k + k * n + m * n) / 5.6e12)
 
@@ -152,7 +153,7 @@ class PaperPools:
 class PaperBuffers:
     """Stands in for `bandwidth.Buffers`."""
 
-    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1):
+    def __init__(self, torch: Any, device: str, size: int, llc_bytes: int, *_: Any):
         self.size, self.llc_bytes, self.noise = size, llc_bytes, random.Random(SEED + 2)
 
     def prepare(self, item: Case) -> Prepared:
@@ -210,7 +211,7 @@ def on_paper() -> Iterator[None]:
     with (
         mock.patch.object(timing, "anchors", paper_anchors),
         mock.patch.object(compute, "Pools", PaperPools),
-        mock.patch.object(compute, "blas_backend", lambda torch, kind: "torch.mm, hipBLASLt"),
+        mock.patch.object(compute, "blas_backend", lambda torch, kind: "torch.mm, preferred BLAS Cublaslt"),
         mock.patch.object(bandwidth, "Buffers", PaperBuffers),
     ):
         yield
@@ -305,6 +306,7 @@ def generate(directory: Path) -> None:
             parameters={
                 **settings.to_json(), "dtype": machine.dtype, "threads": None, "affinity": list(range(256)),
                 "bound": True, "memory_bytes": machine.memory_bytes, "llc_bytes": machine.llc_bytes,
+                "llc_assumed": False, "numa_nodes": machine.numa_nodes,
             },
             software={
                 "python": PYTHON, "interpreter": "python3", "packages": env["software"]["packages"],
