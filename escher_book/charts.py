@@ -13,7 +13,7 @@ import altair as alt
 import pandas as pd
 
 from escher_book.findings import Text
-from escher_book.tables import GIGA, MIB, TERA, layout, size
+from escher_book.tables import GIGA, MIB, TERA, layout, number, size
 from validation import derive
 from validation.derive import Basis, LoadedRun, Row
 
@@ -22,6 +22,7 @@ COLOURS = {
     "square": "#0072B2", "workload": "#D55E00", "roof": "#009E73", "reference": "#444444",
     "copy": "#0072B2", "mul": "#56B4E9", "add": "#E69F00", "triad": "#D55E00", "sum": "#009E73", "fill": "#CC79A7",
 }  # fmt: skip
+SHAPES = {"square": "square", "workload": "triangle-up", "roof": "diamond"}
 HEIGHT = 340
 NOTHING = Text("*Nothing to draw: no row was timed.*")
 
@@ -39,7 +40,8 @@ def _base(chart: alt.LayerChart, title: str, subtitle: str) -> alt.LayerChart:
 def _references(bases: list[Basis], scale: float, extra: list[tuple[str, float]]) -> pd.DataFrame:
     """Lines to compare with: bases of the measured device, and roofs."""
     lines = [(b.label, b.rate / scale) for b in bases if b.rate and b.same_device]
-    return pd.DataFrame([{"line": name, "rate": rate} for name, rate in [*lines, *extra]], columns=["line", "rate"])
+    rows = [{"line": name, "rate": rate, "label": f"{name}: {number(rate, 4)}"} for name, rate in [*lines, *extra]]
+    return pd.DataFrame(rows, columns=["line", "rate", "label"])
 
 
 def _rules(frame: pd.DataFrame, unit: str) -> list[alt.Chart]:
@@ -50,8 +52,8 @@ def _rules(frame: pd.DataFrame, unit: str) -> list[alt.Chart]:
         tooltip=[alt.Tooltip("line:N", title="line"), alt.Tooltip("rate:Q", title=unit, format=",.4~r")],
     )
     rule = base.mark_rule(strokeDash=[6, 4], size=1.5, color=COLOURS["reference"])
-    text = base.mark_text(align="left", baseline="bottom", dx=4, dy=-3, fontSize=11, color=COLOURS["reference"])
-    return [rule, text.encode(x=alt.value(0), text="line:N")]
+    text = base.mark_text(align="left", baseline="top", dx=4, dy=3, fontSize=11, color=COLOURS["reference"])
+    return [rule, text.encode(x=alt.value(0), text="label:N")]
 
 
 def _rate_row(row: Row, estimate: Any, scale: float, **more: Any) -> dict[str, Any]:
@@ -88,10 +90,11 @@ def gemm_sweep(run: LoadedRun) -> alt.LayerChart | Text:
     pick = alt.selection_point(fields=["kind"], bind="legend")
     x = alt.X("edge:Q", scale=alt.Scale(type="log", base=2), title="cube root of M×N×K")
     colour = alt.Color("kind:N", title="GEMM", scale=alt.Scale(domain=kinds, range=[COLOURS[k] for k in kinds]))
+    shape = alt.Shape("kind:N", title="GEMM", scale=alt.Scale(domain=kinds, range=[SHAPES[kind] for kind in kinds]))
     base = alt.Chart(frame).encode(x=x, color=colour, opacity=alt.condition(pick, alt.value(1), alt.value(0.15)))
     y = alt.Y("rate:Q", title=f"TFLOP/s ({c.dtype.upper()})", scale=alt.Scale(zero=True))
     tips = _tooltips("TFLOP/s", alt.Tooltip("shape:N", title="M×N×K"))
-    marks = base.mark_point(size=70, filled=True).encode(y=y, shape=alt.Shape("kind:N", legend=None), tooltip=tips)
+    marks = base.mark_point(size=70, filled=True).encode(y=y, shape=shape, tooltip=tips)
     bars = base.mark_rule(size=2).encode(y=alt.Y("low:Q"), y2="high:Q", tooltip=tips)
     layers = [bars, marks.add_params(pick), *_rules(_references(c.bases, TERA, []), "TFLOP/s")]
     subtitle = "median of block medians; bars are the interval; click the legend to pick"

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import html
 
-from escher_book.tables import GIGA, TERA, clock, interval, layout, number, percent, size, value
+from escher_book.tables import GIGA, TERA, Text, clock, interval, layout, number, percent, size, value
 from validation import derive
 from validation.derive import LoadedRun
-
-
-class Text:
-    """Markdown that a notebook shows and the book renders."""
-
-    def __init__(self, *paragraphs: str | None):
-        self.markdown = "\n\n".join(p for p in paragraphs if p)
-
-    def _repr_markdown_(self) -> str:
-        return self.markdown
 
 
 def device_name(run: LoadedRun) -> str:
@@ -66,10 +56,11 @@ def provenance(run: LoadedRun) -> str:
     """One line below every title: the run, its workload and its rules."""
     spec, settings = run.info["workload"], run.info["settings"]
     derived = f" derived from {spec['derived_from']}" if spec.get("derived_from") else ""
+    created = run.info["created_utc"].replace("T", " ").replace("+00:00", " UTC")
     device = f" Measured on device 0 of {run.found.count}." if run.found.count > 1 else ""
     return (
-        f"Run {run.info['run_id']}, {run.info['created_utc']}.{device} Workload {spec['name']}{derived}: depth {spec['depth']}, "
-        f"{spec['query_tokens']} query and {spec['window_tokens']} cached tokens. Budget {settings['budget']}, "
+        f"Run {run.info['run_id']}, {created}.{device} Workload {spec['name']}{derived}: depth {spec['depth']}, "
+        f"{spec['query_tokens']:,} query and {spec['window_tokens']:,} cached tokens. Budget {settings['budget']}, "
         f"method {run.info['method']}."
     )
 
@@ -78,7 +69,7 @@ def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale:
     out = []
     for basis in bases:
         if (share := basis.frac(estimate)) is not None:
-            out.append(f"That is {percent(share)} of the {basis.label}, {number(basis.rate / scale, 4)} {unit}.")
+            out.append(f"That is {percent(share)} of the {basis.label} ({number(basis.rate / scale, 4)} {unit}).")
         elif basis.rate:
             out.append(
                 f"The {basis.label} is {number(basis.rate / scale, 4)} {unit}; no share is given, because "
@@ -256,7 +247,7 @@ def cards(run: LoadedRun) -> str:
     def basis_line(bases: list[derive.Basis], estimate: derive.Estimate, scale: float, unit: str) -> str:
         for basis in bases:
             if (share := basis.frac(estimate)) is not None:
-                return f"{percent(share)} of {basis.label}, {number(basis.rate / scale, 4)} {unit}"
+                return f"{percent(share)} of the {basis.label} ({number(basis.rate / scale, 4)} {unit})"
         return "no rated basis" if not any(b.rate for b in bases) else "no share: the target is another device"
 
     def doubt(converged: bool, anchors: list[derive.Anchor]) -> str:

@@ -77,6 +77,16 @@ def clock(value_hz: float | None) -> str:
     return NONE if value_hz is None else f"{number(value_hz / GIGA)} GHz"
 
 
+class Text:
+    """Markdown that a notebook shows and the book renders."""
+
+    def __init__(self, *paragraphs: str | None):
+        self.markdown = "\n\n".join(p for p in paragraphs if p)
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+
 @dataclass(frozen=True)
 class Column:
     """A heading, what to show of a row, whether it is a number (aligned right), and whether it goes if all are empty."""
@@ -270,8 +280,10 @@ def gemm_errors(run: LoadedRun) -> Table:
     return Table("compute_errors", "GEMM results against float64 from the same inputs", columns, checked, raw)
 
 
-def probes(run: LoadedRun) -> Table:
+def probes(run: LoadedRun) -> Table | None:
     """CPU: the peak of each instruction that a GEMM could be made of, and what it means a clock."""
+    if run.kind != "cpu":
+        return None
     c = derive.compute(run)
     nominal = ((run.env or {}).get("nominal") or {}) if run.kind == "cpu" else {}
 
@@ -361,8 +373,10 @@ def bandwidth_rows(run: LoadedRun) -> Table:
     return Table("bandwidth_rows", "Cold bandwidth by operation and size", columns, ordered, raw)
 
 
-def copies(run: LoadedRun) -> Table:
+def copies(run: LoadedRun) -> Table | None:
     """CPU: torch's copy beside plain and streaming C copies of the same buffers, interleaved."""
+    if run.kind != "cpu":
+        return None
     b = derive.bandwidth(run)
     columns = [
         Column("copy", lambda r: r.backend or r.case),

@@ -186,7 +186,10 @@ def blas_backend(torch: Any, kind: str) -> str:
     """torch.mm and the library it is set to prefer; torch does not tell which one a call used."""
     if kind == "cpu":
         return f"torch.mm, oneDNN {'enabled' if torch.backends.mkldnn.is_available() else 'not built in'}"
-    return f"torch.mm, preferred BLAS {torch.backends.cuda.preferred_blas_library()}".replace("_BlasBackend.", "")
+    name = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
+    if torch.version.hip:
+        name = {"Cublas": "hipBLAS", "Cublaslt": "hipBLASLt"}.get(name, name)
+    return f"torch.mm, preferred BLAS {name}"
 
 
 def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) -> tuple[list[Record], str]:

@@ -211,7 +211,7 @@ def on_paper() -> Iterator[None]:
     with (
         mock.patch.object(timing, "anchors", paper_anchors),
         mock.patch.object(compute, "Pools", PaperPools),
-        mock.patch.object(compute, "blas_backend", lambda torch, kind: "torch.mm, preferred BLAS Cublaslt"),
+        mock.patch.object(compute, "blas_backend", lambda torch, kind: "torch.mm, preferred BLAS hipBLASLt"),
         mock.patch.object(bandwidth, "Buffers", PaperBuffers),
     ):
         yield

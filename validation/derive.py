@@ -52,6 +52,9 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
     info = records.read_json(directory / "run.json")
     if not isinstance(info, dict):
         raise RecordError(f"{directory / 'run.json'}: no JSON object; measure again")
+    for key in ("run_id", "method", "created_utc", "workload", "settings", "target"):
+        if key not in info:
+            raise RecordError(f"{directory / 'run.json'}: {key} is missing; measure again")
     files: dict[str, RecordFile] = {}
     for path in sorted((directory / "records").glob("*.jsonl")):
         content = records.read(path)
