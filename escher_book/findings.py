@@ -127,8 +127,8 @@ def compute(run: LoadedRun) -> Text:
     roof, p = c.roof, c.roof.params
     head = (
         f"**Compute roof: {value(roof.flop_s, TERA)} TFLOP/s** ({interval(roof.flop_s, TERA)}) {c.dtype.upper()}, from the "
-        f"GEMM {layout(roof)}, measured afresh after a search over {p['searched']} shapes, "
-        f"which {p['search_ended']}. " + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
+        f"GEMM {layout(roof)}, measured afresh after a search over {p['searched']} shapes "
+        f"(it {p['search_ended']}). " + _basis_sentence(c.bases, roof.flop_s, TERA, "TFLOP/s")
     )
     square = None
     if c.best_square:

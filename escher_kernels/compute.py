@@ -209,7 +209,7 @@ def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) 
                 limit_flop = max(map(rate, done)) * session.budget.search_s / 40
         top = max(map(rate, done), default=0.0)
         if top < best * REFINE_GAIN:
-            return done, f"ended in round {step}, which gained less than {REFINE_GAIN - 1:.1%}"
+            return done, f"ended in round {step}, which gained less than {(REFINE_GAIN - 1) * 100:g} %"
         if step >= REFINE_ROUNDS:
             break
         best, step = top, step + 1

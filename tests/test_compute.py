@@ -287,7 +287,7 @@ def test_a_flat_landscape_ends_the_search_after_one_round():
     session = Searching(lambda *_: 1e15)
     found, first, _ = run_search(session)
     assert {r.params["round"] for r in found} == {0, 1}
-    assert session.ended == "ended in round 1, which gained less than 0.5%"
+    assert session.ended == "ended in round 1, which gained less than 0.5 %"
 
 
 @pytest.mark.parametrize("overhead_s", [1.0, 7.0, 100.0])
