@@ -28,8 +28,9 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
+from escher_kernels.records import RecordError, write_text_atomic
+
 from . import vega
-from .stage import write_atomically
 
 STATIC = Path(__file__).with_name("static")
 MIMES = (vega.MIME, "application/vnd.vegalite.v6+json")
@@ -127,9 +128,8 @@ def vega_bundle(vega_lite: str, cache: Path | None) -> str:
     script = "(function(){" + vl_convert.javascript_bundle(vl_version=vega_lite) + "\n})();\n"
     if stored:
         try:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(stored, script)
-        except OSError as error:
+            write_text_atomic(stored, script)
+        except RecordError as error:
             logger.info("the Vega scripts are not kept for the next build: %s", error)
     return script
 

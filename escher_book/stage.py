@@ -26,6 +26,8 @@ from typing import Any
 
 import yaml
 
+from escher_kernels.records import write_text_atomic
+
 ADMONITIONS = ("attention", "caution", "danger", "error", "hint", "important", "note", "seealso", "tip", "warning")
 OUTPUT_LIMIT_BYTES = 5_000_000
 MANIFEST = ".staged.json"
@@ -310,16 +312,6 @@ def _relative(path: str) -> None:
         raise BookError(f"generated page {path!r}; expected a relative path that ends in .md, e.g. intro.md")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes UTF-8 text so that a reader sees the old file or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def _write_tree(folder: Path, files: Mapping[str, str]) -> list[str]:
     """Writes what changed and removes what an earlier call wrote and this one does not."""
     manifest = folder / MANIFEST
@@ -336,10 +328,10 @@ def _write_tree(folder: Path, files: Mapping[str, str]) -> list[str]:
         if target.is_file() and target.read_bytes() == text.encode("utf-8"):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, text)
+        write_text_atomic(target, text)
         changed.append(path)
     if changed:
-        write_atomically(manifest, json.dumps(sorted(files)))
+        write_text_atomic(manifest, json.dumps(sorted(files)))
     return changed
 
 
@@ -365,7 +357,7 @@ def build(staging_dir: Path, site_dir: Path, timeout_s: float = 900) -> BuildRes
     started = time.monotonic()
     try:
         status, text = _jupyter_book(staging_dir, work, timeout_s)
-        write_atomically(log, text)
+        write_text_atomic(log, text)
         seconds = time.monotonic() - started
         html = work / "_build" / "html"
         warnings = _warnings(text)
