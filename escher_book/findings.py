@@ -80,7 +80,7 @@ def _basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale:
     return " ".join(out)
 
 
-def _steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converged: bool) -> str:
+def _steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converged: bool, disturbed: bool) -> str:
     """Whether the roof has converged, and whether the anchors around it held."""
     items = run.records(family)
     limit = run.config.threshold("converged_roof_frac")
@@ -92,8 +92,10 @@ def _steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converge
     )
     anchors = derive.anchors(items, run.config)
     moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
-    if moved:
-        words.append(f"**Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed this family.")
+    if moved and disturbed:
+        words.append(f"**Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed it.")
+    elif moved:
+        words.append(f"An anchor moved ({', '.join(moved)}), but not while the roof was measured.")
     elif not anchors or any(len(a.rates) < 2 for a in anchors):
         words.append("Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice.")
     else:
@@ -120,9 +122,8 @@ def compute(run: LoadedRun) -> Text:
     if c is None:
         return Text("This family was not measured.")
     if not (c.roof and c.roof.flop_s):
-        why = (
-            c.roof.skipped if c.roof and c.roof.skipped else "no candidate of the search gave a right and timed result"
-        )
+        reasons = (r.skipped for r in [c.roof, *c.rows] if r and r.skipped)
+        why = next(reasons, "no candidate of the search gave a right and timed result")
         return Text(f"**No compute roof:** {why}.")
     roof, p = c.roof, c.roof.params
     head = (
@@ -148,7 +149,7 @@ def compute(run: LoadedRun) -> Text:
             f"{value(best.flop_s, TERA)} TFLOP/s: rows and roof are interleaved, so the search missed a faster shape."
         )
     checked = _correctness([roof, *c.rows, *c.search])
-    return Text(head, _steadiness(run, "compute", roof.time_s, c.converged), square, above, checked)
+    return Text(head, _steadiness(run, "compute", roof.flop_s, c.converged, c.disturbed), square, above, checked)
 
 
 def bandwidth(run: LoadedRun) -> Text:
@@ -168,7 +169,7 @@ def bandwidth(run: LoadedRun) -> Text:
     if b.run.parameters.get("llc_assumed"):
         size_text = size(b.run.parameters["llc_bytes"])
         assumed = f"The last-level cache is **not known** here; cold rows rotate as if it had {size_text}."
-    steady = _steadiness(run, "bandwidth", roof.bytes_s, b.converged)
+    steady = _steadiness(run, "bandwidth", roof.bytes_s, b.converged, b.disturbed)
     return Text(head, steady, assumed, copies_sentence(b), _correctness([*b.rows, *b.cache_curve, *b.pairs]))
 
 
@@ -198,20 +199,29 @@ def probe(run: LoadedRun) -> Text:
         return Text(f"**The peak was not probed:** {c.probe_skipped or 'no instruction of this CPU is known'}.")
     best = c.probes[0]
     nominal = (run.env or {}).get("nominal") or {}
-    text = f"The fastest instruction, {best.name}, reaches {number(best.best_flop_s / TERA)} TFLOP/s on {best.threads} threads"
-    if c.clock_hz:
+    text = f"The fastest instruction that was probed, {best.name}, reaches {number(best.best_flop_s / TERA)} TFLOP/s"
+    if best.best_flop_s > best.together_flop_s * 1.01:
+        text += (
+            f" with each of {best.threads} threads at its own best, which no correct GEMM exceeds; in one slice they "
+            f"reached {number(best.together_flop_s / TERA)} TFLOP/s at most"
+        )
+    else:
+        text += f" on {best.threads} threads"
+    text += "."
+    if c.probe_skipped:
+        text += f" **It is no basis:** {c.probe_skipped}."
+    elif c.clock_hz:
         per_clock = best.best_flop_s / best.threads / c.clock_hz
-        text += f", {number(per_clock)} FLOP a clock a thread at the probed clock of {clock(c.clock_hz)}."
-        expected = nominal.get("bf16")
-        if expected:
+        text += f" That is {number(per_clock)} FLOP a clock a thread at the probed clock of {clock(c.clock_hz)}."
+        if expected := nominal.get("bf16"):
             promised = expected * best.threads * c.clock_hz
             text += (
                 f" The nominal peak of {nominal['uarch']} is {expected} FLOP a clock a core, "
                 f"{number(promised / TERA)} TFLOP/s at that clock; the probe reaches "
                 f"{number(best.best_flop_s / promised * 100)} % of it."
             )
-    else:
-        text += f". The clock is unknown: {c.clock_note}."
+    if not c.clock_hz:
+        text += f" The clock is unknown: {c.clock_note}."
     printed = ((run.env or {}).get("host", {}).get("cpu", {}) or {}).get("printed_hz")
     if printed and c.clock_hz:
         text += f" /proc/cpuinfo prints {clock(printed)}, which on a virtual machine is not the running clock."
@@ -250,9 +260,10 @@ def cards(run: LoadedRun) -> str:
                 return f"{percent(share)} of the {basis.label} ({number(basis.rate / scale, 4)} {unit})"
         return "no rated basis" if not any(b.rate for b in bases) else "no share: the target is another device"
 
-    def doubt(converged: bool, anchors: list[derive.Anchor]) -> str:
-        words = [] if converged else ["not converged"]
-        words += ["noisy: an anchor moved"] if any(a.moved for a in anchors) else []
+    def doubt(found: derive.Compute | derive.Bandwidth) -> str:
+        words = [] if found.converged else ["not converged"]
+        words += ["noisy: an anchor moved"] if found.disturbed else []
+        words += ["steadiness unknown"] if any(len(a.rates) < 2 for a in found.anchors) or not found.anchors else []
         return f", {', '.join(words)}" if words else ""
 
     out = []
@@ -262,7 +273,7 @@ def cards(run: LoadedRun) -> str:
     if compute_roof:
         out.append(card(
             f"Compute roof, {c.dtype.upper()} GEMM", value(compute_roof, TERA), "TFLOP/s",
-            f"interval {interval(compute_roof, TERA)}{doubt(c.converged, c.anchors)}",
+            f"interval {interval(compute_roof, TERA)}{doubt(c)}",
             basis_line(c.bases, compute_roof, TERA, "TFLOP/s"),
         ))  # fmt: skip
     else:
@@ -270,7 +281,7 @@ def cards(run: LoadedRun) -> str:
     if bandwidth_roof:
         out.append(card(
             f"{memory_name(run)} bandwidth roof, copy", value(bandwidth_roof, GIGA), "GB/s",
-            f"interval {interval(bandwidth_roof, GIGA)}{doubt(b.converged, b.anchors)}",
+            f"interval {interval(bandwidth_roof, GIGA)}{doubt(b)}",
             basis_line(b.bases, bandwidth_roof, GIGA, "GB/s"),
         ))  # fmt: skip
     else:

@@ -149,10 +149,11 @@ def heading(source: Path) -> str:
 
 
 READ_ME_FIRST = """\
-Every number is the median of block medians; the interval behind it holds the true median with at least 95 %
-probability if it has six blocks. A rate is work over time, and the work is stated: see the
-[methodology](notebooks/methodology.md). A percentage always names what it is a share of. NOISY marks what other work
-disturbed; nothing is dropped. Terms are in the [glossary](glossary.md).
+The rate of a row is the median of its block medians; the interval behind it holds the true median with at least 95 %
+probability if it has six blocks (that of the ridge, made of two, with 94 %). A probed peak is made of best slices. A
+rate is work over time, and the work is stated: see the [methodology](notebooks/methodology.md). A percentage always
+names what it is a share of. NOISY marks what other work disturbed; nothing is dropped. Terms are in the
+[glossary](glossary.md).
 """
 
 

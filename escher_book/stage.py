@@ -210,6 +210,8 @@ def _cell(cell: Any, hide: _Paths) -> Any | None:
             tags -= _HIDING
         elif tags & {"parameters", "lab-only"}:
             tags.add("remove-cell")
+        elif not cell.outputs and "remove-output" not in tags:
+            tags.add("remove-cell")  # it shows nothing for this device
         elif not tags & _FOLDED:
             tags.add("hide-input")
     if tags:

@@ -30,29 +30,37 @@ def number(value: float | None, digits: int = 3) -> str:
         return NONE
     if value == 0:
         return "0"
-    decimals = min(12, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{round(value, decimals):,.{max(0, decimals)}f}"  # before the point too: 5,356 at two digits is 5,400
+    return rounded(value, digits - 1 - math.floor(math.log10(abs(value))))
 
 
-def digits_of(estimate: Estimate) -> int:
-    """Significant digits that the interval supports: the last one is about a tenth of its half-width, 2 to 4."""
-    half = estimate.half_width
-    return 4 if half <= 0 else min(4, max(2, 1 + math.ceil(-math.log10(half)) if half < 1 else 2))
+def decimals_of(estimate: Estimate, scale: float = 1, most_digits: int = 4) -> int:
+    """Decimals (negative: places before the point) that value and interval share: the last one is about a tenth of the
+    half-width, and the value has at most `most_digits` significant digits."""
+    middle = abs(estimate.median / scale)
+    if middle == 0:
+        return most_digits
+    most = most_digits - 1 - math.floor(math.log10(middle))
+    half = estimate.half_width * middle
+    return most if half <= 0 else min(most, 1 + math.ceil(-math.log10(half)))
+
+
+def rounded(value: float, decimals: int) -> str:
+    return f"{round(value, decimals):,.{max(0, min(decimals, 12))}f}"
 
 
 def value(estimate: Estimate | None, scale: float = 1) -> str:
-    return NONE if estimate is None else number(estimate.median / scale, digits_of(estimate))
+    return NONE if estimate is None else rounded(estimate.median / scale, decimals_of(estimate, scale))
 
 
 def interval(estimate: Estimate | None, scale: float = 1) -> str:
     if estimate is None:
         return NONE
-    digits = digits_of(estimate)
-    return f"{number(estimate.lo / scale, digits)} to {number(estimate.hi / scale, digits)}"
+    decimals = decimals_of(estimate, scale)
+    return f"{rounded(estimate.lo / scale, decimals)} to {rounded(estimate.hi / scale, decimals)}"
 
 
 def percent(estimate: Estimate | None) -> str:
-    return NONE if estimate is None else f"{number(estimate.median * 100, min(3, digits_of(estimate)))} %"
+    return NONE if estimate is None else f"{rounded(estimate.median * 100, decimals_of(estimate, 0.01, 3))} %"
 
 
 def seconds(value_s: float | None) -> str:
@@ -297,7 +305,7 @@ def probes(run: LoadedRun) -> Table | None:
     columns = [
         Column("instruction", lambda p: p.name),
         Column("peak, TFLOP/s", lambda p: number(p.best_flop_s / TERA), True),
-        Column("best of each block", lambda p: interval(p.block_bests, TERA), True),
+        Column("all threads in one slice", lambda p: interval(p.block_bests, TERA), True),
         Column("threads", lambda p: str(p.threads), True),
         Column("FLOP a clock a thread", per_clock, True),
         Column("nominal, a core", nominal_text, True),
@@ -306,7 +314,7 @@ def probes(run: LoadedRun) -> Table | None:
         {"instruction": p.name, "dtype": p.dtype, "threads": p.threads, "best_flop_s": p.best_flop_s,
          "clock_hz": c.clock_hz} for p in c.probes
     ]  # fmt: skip
-    caption = "Probed peak of this host, by instruction"
+    caption = "Probed peak of this host: best slice; for the fastest instruction the sum of each thread's best"
     return Table("compute_probes", caption, columns, c.probes, raw)
 
 
@@ -325,7 +333,7 @@ def anchors(run: LoadedRun, family: str) -> Table:
         Column("anchor", lambda a: a.case),
         Column(
             "rate each time",
-            lambda a: ", ".join(number(r / scale[a.unit][0]) for r in a.rates) + f" {scale[a.unit][1]}",
+            lambda a: " / ".join(number(r / scale[a.unit][0]) for r in a.rates) + f" {scale[a.unit][1]}",
         ),
         Column("largest step", lambda a: f"{number(a.largest_move_frac * 100, 2)} %", True),
         Column("judged", lambda a: _steady(a, limit)),
@@ -435,7 +443,7 @@ def machine(run: LoadedRun) -> Table:
         ("instruction sets", ", ".join(f for f in cpu.get("flags", []) if f != "hypervisor")),
         ("virtual machine", VIRTUAL.get(cpu.get("virtual"))),
         ("cores used", f"{cpus.get('threads')} ({cpus.get('why')})" if cpus else None),
-        ("last-level caches in use", size(host.get("llc_bytes"))),
+        ("host's last-level caches in use", size(host.get("llc_bytes"))),
         ("NUMA nodes", host.get("numa_nodes")),
         ("host memory", f"{size(memory.get('total_bytes'))}, usable {size(memory.get('usable_bytes'))} "
          f"(bounded by the {memory.get('bounded_by')})" if memory else None),

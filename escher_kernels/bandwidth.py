@@ -164,6 +164,11 @@ class Buffers:
         view = tuple(x[index * elements : (index + 1) * elements] for x in (self.a, self.b, self.c))
         return self._local.get(key, view)
 
+    def flags(self, sets: list[tuple[Any, Any, Any]]) -> tuple[str, ...]:
+        """PAGES_NOT_LOCAL where a set of a host with several NUMA nodes had to be a view after all."""
+        views = any(a._base is self.a and len(a) < len(self.a) for a, _, _ in sets)
+        return ("PAGES_NOT_LOCAL",) if self.local_bytes is not None and views else ()
+
     def views(self, item: Case) -> list[tuple[Any, Any, Any]]:
         """Operand sets a case rotates through: one where it runs warm, else enough to outgrow the caches."""
         elements = item.params["buffer_bytes"] // ELEMENT_BYTES
@@ -198,10 +203,8 @@ class Buffers:
 
         case = replace(item, params={**item.params, "operand_sets": count})
         threads = min(self.threads, math.ceil(len(sets[0][0]) / TORCH_GRAIN))
-        shared = self.local_bytes is not None and sets[0][0]._base is self.a and len(sets[0][0]) < len(self.a)
-        flags = ("PAGES_NOT_LOCAL",) if shared else ()
         return Prepared(
-            case, call=call, poison=poison, check=check, backend=f"torch {op}", threads=threads, flags=flags
+            case, call=call, poison=poison, check=check, backend=f"torch {op}", threads=threads, flags=self.flags(sets)
         )
 
 
@@ -222,6 +225,7 @@ def pairs(buffers: Buffers, probe: native.Native, threads: int, size: int) -> li
             poison=lambda: c.fill_(math.nan),
             check=lambda *_: error(buffers.torch, "copy", a, b, c),
             backend=backend,
+            flags=buffers.flags([(a, b, c)]),
         )
 
     def c_copy(streaming: bool) -> Callable[[int], float]:

@@ -336,7 +336,7 @@ def cases(kind: str) -> list[Case]:
     """The instrument's own rows: no work is declared, only time."""
     out = [
         Case("clock.read", {"what": "one perf_counter_ns call"}),
-        Case("clock.fixed_work", {"what": "a fixed loop of about 1 ms on one core"}),
+        Case("clock.fixed_work", {"what": "a fixed loop of about 1.5 ms on one core"}),
     ]
     if kind != "cpu":
         out.append(Case("event.empty_pair", {"what": "two device events with nothing between"}))
@@ -364,7 +364,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
             out.append((read() - start) / 1e9)
         return out
 
-    rounds = max(1000, int(20000 * 1e-3 / max(_fixed_work(20000), 1e-6)))
+    rounds = max(1000, int(20000 * 1.5e-3 / max(_fixed_work(20000), 1e-6)))
     samplers = {
         "clock.read": (clock_read, READS),
         "clock.fixed_work": (lambda: [_fixed_work(rounds) for _ in range(100)], 1),

@@ -23,6 +23,7 @@ from typing import Any
 from escher_kernels.records import Record
 from escher_kernels.statistics import MIN_BLOCKS, slope
 
+CPU_MIN_SAMPLE_S = 1e-3
 CPU_SAMPLE_S = 1.5e-3  # aimed at, so that a sample that runs faster than its estimate still lasts 1 ms
 MAX_SAMPLES_PER_BLOCK = 40
 LEVEL_FRAC = 0.02
@@ -94,6 +95,7 @@ class Prepared:
     sampler: Callable[[], tuple[Sequence[float], Case]] | None = None
     error: dict[str, Any] | None = None  # of the check before timing
     calls: int = 1
+    next_calls: int = 0  # after a block whose samples came out too short
     samples: int = 0
     share: float = 1.0  # of a case's time in a block; more for a row that others are judged by
     threads: int | None = None  # that the call can use, where fewer than the session's
@@ -369,11 +371,14 @@ class Session:
         """One block of one case, with what disturbed it."""
         before = cpu_disturbance() if self.timer.kind == "cpu" else None
         case, flags, started_s = item.case, [], round(self.clock() - self.started, 6)
+        item.calls = max(item.calls, item.next_calls)
         if item.sampler:
             samples, case = item.sampler()
         else:
             samples, flags = self.timer.samples(item.call, item.turn, item.samples, item.calls)
             item.turn += item.samples * item.calls
+            if self.timer.kind == "cpu" and min(samples) < CPU_MIN_SAMPLE_S:  # it ran faster than its estimate
+                item.next_calls = self.timer.calls_for(min(samples) / item.calls)
         threads = item.threads or self.threads
         noise = disturbance_between(before, cpu_disturbance(), threads) if before else None
         return self.record(
@@ -402,11 +407,11 @@ class Session:
             item.poison()
             item.call(0)
             self.timer.synchronize()
+            item.error = item.check(0, full_check) if item.check else None
         except RuntimeError as exc:  # out of memory, no kernel for the dtype, ...
             self.skip(item.case, f"{type(exc).__name__}: {exc}".splitlines()[0])
             return False
-        if item.check:
-            item.error = item.check(0, full_check)
+        if item.error:
             if full_check or not item.error["ok"]:
                 self.record(item.case, error=item.error, backend=item.backend)
             if not item.error["ok"]:

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -384,14 +383,12 @@ def test_measure_writes_its_rows(monkeypatch):
         "environment", timing.CpuTimer(), written.append, timing.BUDGETS["quick"], 1, lambda *a, **k: None
     )
     machine = timing.Machine(None, "cpu", "cpu", "bf16", GIB, MIB, (0,))
-    before = time.monotonic()
     environment.measure(session, machine, workload.load())
-    assert time.monotonic() - before < 5
     assert {r.case for r in written} == {"clock.read", "clock.fixed_work"} == {c.name for c in environment.cases("cpu")}
     assert {r.block for r in written} == set(range(6))
     assert all(r.flop is None and r.bytes_moved is None and min(r.samples_s) >= 0 for r in written)
     work = [r for r in written if r.case == "clock.fixed_work"]
-    assert all(math.isclose(s, 1e-3, rel_tol=0.1) for r in work for s in r.samples_s)  # sized to about 1 ms
+    assert all(math.isclose(s, 1.5e-3, rel_tol=0.1) for r in work for s in r.samples_s)  # sized to about 1.5 ms
 
 
 def test_only_a_gpu_has_event_rows():

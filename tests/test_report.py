@@ -114,16 +114,21 @@ def test_number(value, digits, text):
     assert tables.number(value, digits) == text
 
 
-@pytest.mark.parametrize(("half", "digits"), [(0, 4), (1e-5, 4), (0.004, 4), (0.04, 3), (0.3, 2), (1.0, 2), (7.0, 2)])
-def test_digits_follow_from_the_interval(half, digits):
-    wide = Estimate(1.0, 1.0, 1.0 + half, 0.97, 6, 6)
-    assert tables.digits_of(wide) == digits
+@pytest.mark.parametrize(
+    ("middle", "low", "high", "shown"),
+    [(1.0, 1.0, 1.0, "1.000 (1.000 to 1.000)"), (1588.4, 1582.1, 1594.2, "1,588 (1,582 to 1,594)"),
+     (1.0533, 0.8967, 1.1394, "1.05 (0.90 to 1.14)"), (5356, 4000, 6200, "5,400 (4,000 to 6,200)"),
+     (0.81, 0.52, 1.8, "0.81 (0.52 to 1.80)"), (13.86, 11.19, 20.6, "13.9 (11.2 to 20.6)"), (2.0, 1.0, 9.0, "2.0 (1.0 to 9.0)")],
+)  # fmt: skip
+def test_value_and_interval_share_the_decimals_that_the_interval_supports(middle, low, high, shown):
+    wide = Estimate(middle, low, high, 0.97, 6, 6)
+    assert f"{tables.value(wide)} ({tables.interval(wide)})" == shown
 
 
 def test_values_with_units():
     assert tables.value(estimate(1575.4e12, 0.004), 1e12) == "1,575"
     assert tables.value(None) == tables.interval(None) == tables.percent(None) == tables.seconds(None) == "–"
-    assert tables.interval(estimate(100.0, 0.01)) == "99.0 to 101"
+    assert tables.interval(estimate(100.0, 0.01)) == "99.0 to 101.0"
     assert tables.percent(estimate(0.6259, 0.004)) == "62.6 %"
     seconds = [tables.seconds(s) for s in (2.5, 1e-3, 12.3e-6, 5e-9, 0.9996)]
     assert seconds == ["2.50 s", "1.00 ms", "12.3 µs", "5.00 ns", "1,000 ms"]
@@ -233,7 +238,7 @@ def test_the_roof_sentence_follows_the_records():
     assert f"**Compute roof: {roof.median / 1e12:,.0f} TFLOP/s**" in text
     assert f"{tables.number(roof.median / 2516.6e12 * 100)} % of the rated dense BF16" in text
     halved = findings.compute(with_records(run, "compute", slower("roof", 2))).markdown
-    assert f"**Compute roof: {tables.number(roof.median / 2e12, tables.digits_of(roof))} TFLOP/s**" in halved
+    assert f"**Compute roof: {tables.value(roof.times(0.5), 1e12)} TFLOP/s**" in halved
     gone = findings.compute(with_records(run, "compute", lambda r: None if r.case == "roof" else r)).markdown
     assert gone.startswith("**No compute roof:**") and not re.search(r"\d TFLOP/s|\d %", gone)
 

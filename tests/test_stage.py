@@ -62,7 +62,7 @@ def test_a_failed_notebook_reads_from_its_title_to_its_error():
         < source.index("body")
     )
     assert "Old title" not in source and "# not the title" in source
-    assert quiet["outputs"] == [] and tags(quiet) == ["hide-input"]
+    assert quiet["outputs"] == [] and tags(quiet) == ["remove-cell"]  # nothing to show
     assert tags(failing) == ["keep"]
     assert failing["outputs"][0]["traceback"] == ["OSError: no"]
 
@@ -74,7 +74,7 @@ def test_tags_decide_what_is_folded():
         new_code_cell("p = '/home/me'", metadata={"tags": ["injected-parameters"]}),
         new_code_cell("a", metadata={"tags": ["remove-output"], "execution": {"t": "1"}, "papermill": {"d": 2}}),
         new_code_cell("b", metadata={"tags": ["remove-cell"]}),
-        new_code_cell("c"),
+        new_code_cell("c", outputs=[new_output("stream", text="shown")]),
         new_code_cell("d", metadata={"tags": ["lab-only"]}),
     )
     text = stage.transform(made, PageInfo(Path("x"), "T"))

@@ -18,6 +18,8 @@ from escher_kernels.statistics import Estimate, estimate, outliers, paired_ratio
 from validation import config as configuration
 from validation.config import Config
 
+ANCHOR_MOVED = "NOISY: anchor moved"
+
 
 @dataclass(frozen=True)
 class LoadedRun:
@@ -58,6 +60,8 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
     files: dict[str, RecordFile] = {}
     for path in sorted((directory / "records").glob("*.jsonl")):
         content = records.read(path)
+        if content.run.family != path.stem.partition("_")[2]:
+            raise RecordError(f"{path}: holds family {content.run.family!r}; give it that family's name back")
         _check_belongs(path, content.run, info)
         files[content.run.family] = content
     try:
@@ -169,7 +173,7 @@ def _row(group: Sequence[Record], config: Config, anchor_moved: bool, kind: str)
     if lost is not None and lost > config.threshold("lost_cpu_frac") and last.role != "probe":
         flags.append("NOISY: CPU time lost")
     if anchor_moved:
-        flags.append("NOISY: anchor moved")
+        flags.append(ANCHOR_MOVED)
     return Row(
         **base, time_s=estimate(blocks.values()), flags=tuple(flags), median_over_p10=over_p10, lost_cpu_frac=lost,
         outlier_count=odd, blocks=tuple(map(tuple, blocks.values())), block_numbers=tuple(blocks),
@@ -248,6 +252,7 @@ class Probe:
     dtype: str
     threads: int
     best_flop_s: float
+    together_flop_s: float
     block_bests: Estimate  # of all threads together
 
 
@@ -266,6 +271,7 @@ class Compute:
     anchors: list[Anchor]
     dtype: str
     converged: bool
+    disturbed: bool  # an anchor moved while the roof was measured
 
 
 def compute(run: LoadedRun) -> Compute | None:
@@ -293,7 +299,8 @@ def compute(run: LoadedRun) -> Compute | None:
         bases=_compute_bases(run, dtype, probes, skipped),
         anchors=anchors(items, config),
         dtype=dtype,
-        converged=bool(roof and roof.time_s and roof.time_s.converged(config.threshold("converged_roof_frac"))),
+        disturbed=bool(roof and ANCHOR_MOVED in roof.flags),
+        converged=bool(roof and roof.flop_s and roof.flop_s.converged(config.threshold("converged_roof_frac"))),
     )
 
 
@@ -305,8 +312,9 @@ def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
     for r in items:
         if r.role != "probe" or not r.case.startswith("peak"):
             continue
-        if r.skipped:
-            skipped = r.skipped
+        if r.skipped and (r.case == "peak" or "bf16" in r.case):
+            reason = r.skipped if r.case == "peak" else f"{r.case.partition('.')[2]}: {r.skipped}"
+            skipped = f"{skipped}; {reason}" if skipped else reason
         elif (best_s := _best_s(r)) and "thread" in r.params:
             bests = threads.setdefault(r.params["of"], {})
             bests[r.params["thread"]] = max(bests.get(r.params["thread"], 0.0), r.flop / best_s)
@@ -324,6 +332,7 @@ def _probes(items: Iterable[Record]) -> tuple[list[Probe], str | None]:
                 dtype=group[0].params["dtype"],
                 threads=group[0].params["threads"],
                 best_flop_s=max(together, sum(own.values())) if whole else together,
+                together_flop_s=together,
                 block_bests=estimate(bests),
             )  # fmt: skip
         )
@@ -353,7 +362,7 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
     profile = selection.profile
     out = []
     if profile is None:
-        out.append(Basis("rated", "rated dense", None, f"no rated basis: {selection.reason}", False))
+        out.append(Basis("rated", "rated dense peak", None, f"no rated basis: {selection.reason}", False))
     elif profile.kind == "gpu":
         rate = profile.dense_peak_flop_s.get(dtype)
         reason = selection.reason if rate else f"{profile.name} has no rated dense {dtype} peak"
@@ -362,7 +371,7 @@ def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str
     if run.kind == "cpu":
         if probes and not skipped:
             best = probes[0]
-            label = f"probed peak of this host ({best.name}, {best.threads} threads)"
+            label = f"probed peak of this host, {best.name} on {best.threads} threads"
             out.append(Basis("probed", label, best.best_flop_s, "", True, "loops of one instruction, best slices"))
         else:
             why = skipped or "not probed"
@@ -404,6 +413,7 @@ class Bandwidth:
     bases: list[Basis]
     anchors: list[Anchor]
     converged: bool
+    disturbed: bool  # an anchor moved while the plateau of copy was measured
     skipped: str | None
 
 
@@ -418,13 +428,13 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
     roof = next((p for p in plateaus if p.op == "copy"), None)
     pairs = [r for r in every if r.role == "pair"]
     if profile is None:
-        bases = [Basis("rated", "rated", None, f"no rated basis: {run.selection.reason}", False)]
+        bases = [Basis("rated", "rated bandwidth", None, f"no rated basis: {run.selection.reason}", False)]
     elif profile.bandwidth_bytes_s:
         label, same = f"rated bandwidth of {profile.name}", run.selection.same_device
         origin = f"vendor figure for {profile.memory_type}"
         bases = [Basis("rated", label, profile.bandwidth_bytes_s, run.selection.reason, same, origin)]
     else:
-        bases = [Basis("rated", "rated", None, profile.bandwidth_floor_note, run.selection.same_device)]
+        bases = [Basis("rated", "rated bandwidth", None, profile.bandwidth_floor_note, run.selection.same_device)]
     return Bandwidth(
         run=run.files["bandwidth"].run,
         roof=roof,
@@ -435,6 +445,7 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
         speedup=_speedup(pairs),
         bases=bases,
         anchors=anchors(items, config),
+        disturbed=any(ANCHOR_MOVED in r.flags for r in cold if r.params["op"] == "copy" and r.params.get("plateau")),
         converged=bool(roof and roof.bytes_s.converged(config.threshold("converged_roof_frac"))),
         skipped=next((f"{r.case}: {_why_untimed(r)}" for r in cold if r.params.get("plateau") and not r.bytes_s), None),
     )
