@@ -69,12 +69,14 @@ def _measure(
 
 
 def _build(run_dir: Path, console: runner.Console, executed: dict | None = None) -> int:
-    result = reports.make(run_dir, console, executed)
+    result, broken = reports.make(run_dir, console, executed)
+    for page in broken:
+        console(f"error: a page could not be made from its records: {page}")
     if not result.ok:
         console(f"error: the book was not built: {next(iter(result.warnings), 'see the log')}; log: {result.log}")
         return 1
     print(result.site / "index.html")
-    return 0
+    return 1 if broken else 0
 
 
 @cli.command()

@@ -31,10 +31,13 @@ ENDED = {
 }
 
 
-def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None) -> stage.BuildResult:
+def make(
+    run_dir: Path, console: Console, executed: dict[str, Any] | None = None
+) -> tuple[stage.BuildResult, list[str]]:
     """Build the pages of a run into run_dir/site/. `executed`: families whose notebook was just executed and is whole.
 
-    Raises RunError, RecordError, ConfigError or BookError, each one line.
+    Returns how the build went, and the pages that could not be made from their records ("family: why"). Raises
+    RunError, RecordError, ConfigError or BookError, each one line.
     """
     run = derive.load(run_dir)
     try:
@@ -57,7 +60,9 @@ def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None
     )
     generated = {"intro.md": landing(run), "glossary.md": glossary(run.config)}
     stage.stage(run_dir, ROOT, run_dir / "book", pages(run, replayed), meta, generated)
-    return stage.build(run_dir / "book", run_dir / "site")
+    built = stage.build(run_dir / "book", run_dir / "site")
+    broken = [f"{family}: {outcome.message}" for family, outcome in replayed.items() if not outcome.ok]
+    return built, broken
 
 
 def ended(run: LoadedRun, family: str) -> dict[str, Any]:

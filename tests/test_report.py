@@ -17,7 +17,7 @@ import make_sample
 import pytest
 from conftest import CPU, MI355X, SAMPLES, UNKNOWN_GPU
 
-from escher_book import charts, findings, report, tables, vega
+from escher_book import charts, cli, findings, report, runner, stage, tables, vega
 from escher_kernels import records
 from escher_kernels.records import Record
 from escher_kernels.statistics import Estimate
@@ -489,3 +489,15 @@ def test_no_page_holds_a_path_of_this_machine(built):
             if path.suffix in (".html", ".md", ".ipynb", ".txt"):
                 text = path.read_text("utf-8", "replace")
                 assert str(directory.parent) not in text and str(ROOT) not in text, (name, path)
+
+
+def test_a_page_that_cannot_be_made_fails_the_report(sample_copy, monkeypatch, capsys):
+    directory = sample_copy("cpu")
+    result = stage.BuildResult(True, directory / "site", (), directory / "site.log", 1.0)
+    monkeypatch.setattr(runner, "execute", lambda *a: runner.Outcome("failed", "ValueError: broken", 1.0))
+    monkeypatch.setattr(stage, "stage", lambda *a: [])
+    monkeypatch.setattr(stage, "build", lambda *a: result)
+    assert cli._build(directory, runner.Console(None)) == 1
+    assert "a page could not be made from its records: compute: ValueError: broken" in capsys.readouterr().err
+    monkeypatch.setattr(runner, "execute", lambda *a: runner.Outcome("ok", "", 1.0))
+    assert cli._build(directory, runner.Console(None)) == 0
