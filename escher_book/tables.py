@@ -299,8 +299,10 @@ def probes(run: LoadedRun) -> Table | None:
         return number(p.best_flop_s / p.threads / c.clock_hz) if c.clock_hz else NONE
 
     def nominal_text(p: derive.Probe) -> str:
+        """The public figure is that of the fastest instruction of a dtype."""
         key = "bf16" if p.dtype == "bfloat16" else "fp32"
-        return str(nominal.get(key) or NONE) if p is c.probes[0] or key == "fp32" else NONE
+        fastest = next(q for q in c.probes if q.dtype == p.dtype)
+        return str(nominal.get(key) or NONE) if p is fastest else NONE
 
     columns = [
         Column("instruction", lambda p: p.name),
