@@ -231,6 +231,8 @@ def probe(run: LoadedRun) -> Text:
 def environment(run: LoadedRun) -> Text:
     """What could spoil the numbers, first."""
     rows = (run.env or {}).get("checks", [])
+    if not rows:
+        return Text("**The checks before the run were not recorded.**")
     bad = [r for r in rows if r["ok"] is False]
     unknown = [r["check"] for r in rows if r["ok"] is None]
     lines = [
@@ -258,7 +260,7 @@ def cards(run: LoadedRun) -> str:
         for basis in bases:
             if (share := basis.frac(estimate)) is not None:
                 return f"{percent(share)} of the {basis.label} ({number(basis.rate / scale, 4)} {unit})"
-        return "no rated basis" if not any(b.rate for b in bases) else "no share: the target is another device"
+        return f"no share of the {bases[-1].label}" if bases else "no basis"
 
     def doubt(found: derive.Compute | derive.Bandwidth) -> str:
         words = [] if found.converged else ["not converged"]
@@ -266,28 +268,24 @@ def cards(run: LoadedRun) -> str:
         words += ["steadiness unknown"] if any(len(a.rates) < 2 for a in found.anchors) or not found.anchors else []
         return f", {', '.join(words)}" if words else ""
 
-    out = []
+    def roof_card(label: str, found: derive.Compute | derive.Bandwidth | None, roof: derive.Estimate | None,
+                  scale: float, unit: str) -> str:  # fmt: skip
+        if found is None or roof is None:
+            return card(
+                label, "–", "", "", "not measured in this run" if found is None else "no roof: its page says why"
+            )
+        around = f"interval {interval(roof, scale)}{doubt(found)}"
+        return card(label, value(roof, scale), unit, around, basis_line(found.bases, roof, scale, unit))
+
     c, b = derive.compute(run), derive.bandwidth(run)
     compute_roof = c.roof.flop_s if c and c.roof else None
     bandwidth_roof = b.roof.bytes_s if b and b.roof else None
-    if compute_roof:
-        out.append(card(
-            f"Compute roof, {c.dtype.upper()} GEMM", value(compute_roof, TERA), "TFLOP/s",
-            f"interval {interval(compute_roof, TERA)}{doubt(c)}",
-            basis_line(c.bases, compute_roof, TERA, "TFLOP/s"),
-        ))  # fmt: skip
-    else:
-        out.append(card("Compute roof", "–", "", "", "not measured in this run"))
-    if bandwidth_roof:
-        out.append(card(
-            f"{memory_name(run)} bandwidth roof, copy", value(bandwidth_roof, GIGA), "GB/s",
-            f"interval {interval(bandwidth_roof, GIGA)}{doubt(b)}",
-            basis_line(b.bases, bandwidth_roof, GIGA, "GB/s"),
-        ))  # fmt: skip
-    else:
-        out.append(card("Bandwidth roof", "–", "", "", "not measured in this run"))
+    out = [
+        roof_card(f"Compute roof, {c.dtype.upper() if c else 'BF16'} GEMM", c, compute_roof, TERA, "TFLOP/s"),
+        roof_card(f"{memory_name(run)} bandwidth roof, copy", b, bandwidth_roof, GIGA, "GB/s"),
+    ]
     if compute_roof and bandwidth_roof:
         ridge = derive.ridge(compute_roof, bandwidth_roof)
-        out.append(card("Ridge", value(ridge), "FLOP/B", f"interval {interval(ridge)}",
-                        "compute roof over bandwidth roof, both measured"))  # fmt: skip
+        around = f"interval {interval(ridge)}"
+        out.append(card("Ridge", value(ridge), "FLOP/B", around, "compute roof over bandwidth roof, both measured"))
     return f'<div class="headline">{"".join(out)}</div>'

@@ -101,7 +101,7 @@ def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
     if OPS[op].exact:
         parts = zip(a.split(2**24), b.split(2**24), c.split(2**24), strict=True)
         same = all(torch.equal(z, OPS[op].expect(x, y)) for x, y, z in parts)
-        return verdict(0.0 if same else math.inf, len(c))
+        return checked(0.0 if same else math.inf, len(c))
     part_length = min(len(c), 2**20 // 3)
     ratio = 0.0
     for start in (0, (len(c) - part_length) // 2, len(c) - part_length):
@@ -111,16 +111,16 @@ def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
         ratio = math.inf if math.isnan(worst) else max(ratio, worst)
     if bool(torch.isnan(c.sum())):
         ratio = math.inf
-    return verdict(ratio, 3 * part_length)
+    return checked(ratio, 3 * part_length)
 
 
 def sum_error(got: float, want: float, scale: float, elements: int) -> dict[str, Any]:
     """|got - want| <= 64 x 2^-24 sum|a|: a summation in blocks (Higham, Accuracy and Stability, 2nd ed., 4.2)."""
     ratio = abs(got - want) / (64 * 2.0**-24 * scale)
-    return verdict(math.inf if math.isnan(ratio) else ratio, elements)
+    return checked(math.inf if math.isnan(ratio) else ratio, elements)
 
 
-def verdict(ratio: float, elements: int) -> dict[str, Any]:
+def checked(ratio: float, elements: int) -> dict[str, Any]:
     return {
         "check": "float64",
         "elements_checked": elements,

@@ -122,9 +122,12 @@ def machine_for(plan: Plan, torch: Any) -> Machine:
         except OSError:
             pass  # the affinity in force is read back below
         torch.set_num_threads(allowance.threads)
-        llc = environment.llc_bytes(environment.caches(allowance.cores)) or ASSUMED_LLC_BYTES
+        llc = environment.llc_bytes(environment.caches(allowance.cores))
         usable = environment.memory()["usable_bytes"] or 0
-        return Machine(torch, "cpu", "cpu", "bf16", usable, llc, tuple(allowance.cores), environment.numa_nodes() or 1)
+        nodes = environment.numa_nodes() or 1
+        return Machine(
+            torch, "cpu", "cpu", "bf16", usable, llc or ASSUMED_LLC_BYTES, tuple(allowance.cores), nodes, llc is None
+        )
     properties = torch.cuda.get_device_properties(0)
     known = (found_profile.llc_bytes or found_profile.l2_bytes) if found_profile else None
     llc = max(getattr(properties, "L2_cache_size", 0) or 0, known or ASSUMED_LLC_BYTES)
@@ -132,15 +135,7 @@ def machine_for(plan: Plan, torch: Any) -> Machine:
         dtype = found_profile.compute_dtype
     else:
         dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return Machine(torch, "gpu", "cuda", dtype, properties.total_memory, llc, ())
-
-
-def llc_is_known(plan: Plan) -> bool:
-    """False where the size of the last-level caches had to be assumed."""
-    if plan.found.kind == "cpu":
-        return environment.llc_bytes(environment.caches(environment.cpu_allowance().cores)) is not None
-    profile = plan.selection.found_profile
-    return bool(profile and (profile.llc_bytes or profile.l2_bytes))
+    return Machine(torch, "gpu", "cuda", dtype, properties.total_memory, llc, (), llc_assumed=not known)
 
 
 def measure_family(
@@ -179,7 +174,6 @@ def measure_family(
     env_path = Path(run_dir) / "env.json"
     if not env_path.exists():  # before this process binds itself to fewer CPUs
         write_json_atomic(env_path, environment_of(chosen.found, chosen.config))
-    llc_known = llc_is_known(chosen)
     machine = machine_for(chosen, torch)
     affinity = sorted(os.sched_getaffinity(0))
     run = Run(
@@ -192,7 +186,7 @@ def measure_family(
             **settings.to_json(), "dtype": machine.dtype, "threads": len(machine.cores) or None, "affinity": affinity,
             "bound": machine.kind != "cpu" or affinity == sorted(machine.cores),
             "memory_bytes": machine.memory_bytes, "llc_bytes": machine.llc_bytes,
-            "llc_assumed": not llc_known, "numa_nodes": machine.numa_nodes,
+            "llc_assumed": machine.llc_assumed, "numa_nodes": machine.numa_nodes,
         },
         software=software(),
         git=environment.git_state(ROOT),

@@ -64,6 +64,7 @@ class Machine:
     llc_bytes: int
     cores: tuple[int, ...]
     numa_nodes: int = 1
+    llc_assumed: bool = False  # nothing told the size of the last-level caches
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class PaperBuffers:
         return Prepared(
             replace(item, params={**item.params, "operand_sets": sets}),
             call=lambda _: stream_s(item),
-            check=lambda *_: bandwidth.verdict(ratio, checked),
+            check=lambda *_: bandwidth.checked(ratio, checked),
             backend=f"torch {item.params['op']}",
             threads=1,
         )

@@ -501,3 +501,11 @@ def test_a_page_that_cannot_be_made_fails_the_report(sample_copy, monkeypatch, c
     assert "a page could not be made from its records: compute: ValueError: broken" in capsys.readouterr().err
     monkeypatch.setattr(runner, "execute", lambda *a: runner.Outcome("ok", "", 1.0))
     assert cli._build(directory, runner.Console(None)) == 0
+
+
+def test_what_was_not_recorded_is_not_called_fine():
+    run = derive.load(SAMPLES / "cpu")
+    for env in (None, {**run.env, "checks": []}):
+        assert "not recorded" in findings.environment(dataclasses.replace(run, env=env)).markdown
+    gone = with_records(run, "compute", lambda r: None if r.case == "roof" else r)
+    assert "no roof: its page says why" in findings.cards(gone) and "not measured" not in findings.cards(gone)
