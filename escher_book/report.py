@@ -58,7 +58,7 @@ def make(
         watermark="SYNTHETIC" if run.synthetic else "",
         watermark_note="Synthetic run: generated numbers, nothing was measured." if run.synthetic else "",
     )
-    generated = {"intro.md": landing(run), "glossary.md": glossary(run.config)}
+    generated = {"index.md": landing(run), "glossary.md": glossary(run.config)}
     stage.stage(run_dir, ROOT, run_dir / "book", pages(run, replayed), meta, generated)
     built = stage.build(run_dir / "book", run_dir / "site")
     broken = [f"{family}: {outcome.message}" for family, outcome in replayed.items() if not outcome.ok]

@@ -93,7 +93,7 @@ def stage(
 ) -> list[str]:
     """Writes everything that `_toc.yml` names into `staging_dir`.
 
-    `pages` maps a notebook's name (`01_compute`) to its page, `generated` a relative path (`intro.md`) to Markdown;
+    `pages` maps a notebook's name (`01_compute`) to its page, `generated` a relative path (`index.md`) to Markdown;
     `notebooks/*.md` of `source_root` are the prose pages. Each page of the book comes from exactly one of the three.
     Returns the relative paths written or removed, empty when nothing changed. Raises BookError for a toc entry that
     nothing provides, and for a page that is in no toc entry.
@@ -311,7 +311,7 @@ def _docname(path: str) -> str:
 
 def _relative(path: str) -> None:
     if Path(path).is_absolute() or ".." in Path(path).parts or not path.endswith(".md"):
-        raise BookError(f"generated page {path!r}; expected a relative path that ends in .md, e.g. intro.md")
+        raise BookError(f"generated page {path!r}; expected a relative path that ends in .md, e.g. index.md")
 
 
 def _write_tree(folder: Path, files: Mapping[str, str]) -> list[str]:

@@ -114,17 +114,12 @@ def watched_page(instance: Any, problems: list[str], **options: Any) -> Any:
     page.on("pageerror", lambda error: problems.append(f"{where()}: script error: {error}"))
     page.on(
         "console",
-        lambda m: m.type in ("error", "warning") and problems.append(f"{where()}: console {m.type}: {m.text}"),
+        lambda m: (
+            m.type in ("error", "warning")
+            and problems.append(f"{where()}: console {m.type}: {m.text} ({m.location.get('url')})")
+        ),
     )
     return page
-
-
-def open_page(page: Any, url: str) -> None:
-    """Opens a page; Jupyter Book's `index.html` only leads to the root page, which is waited for."""
-    page.goto(url)
-    if url.endswith("/index.html"):
-        page.wait_for_url(lambda now: not now.endswith("/index.html"))
-        page.wait_for_load_state()
 
 
 def chart_marks(page: Any, problems: list[str]) -> list[int]:
@@ -177,14 +172,14 @@ def check_site(site: Path, scheme: str = "file") -> SiteReport:
         page = watched_page(instance, report.problems, viewport={"width": 1300, "height": 900})
         narrow = watched_page(instance, report.problems, viewport={"width": 400, "height": 800})
         for name in report.pages:
-            open_page(page, f"{base}/{name}")
+            page.goto(f"{base}/{name}")
             if name not in NOT_OUR_PAGES and page.locator(".bd-article h1").count() < 1:
                 report.problems.append(f"{name}: no heading")
             marks = chart_marks(page, report.problems)
             if marks:
                 report.marks[name] = marks
                 report.tooltips[name] = first_tooltip(page)
-            open_page(narrow, f"{base}/{name}")
+            narrow.goto(f"{base}/{name}")
             chart_marks(narrow, report.problems)
             width = narrow.evaluate("document.documentElement.scrollWidth")
             if width > 400:

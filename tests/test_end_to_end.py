@@ -150,7 +150,7 @@ def test_charts_draw_every_row_and_show_its_numbers(book):
     with browser_helpers.browser() as instance, browser_helpers.address(book / "site", "file") as base:
         page = browser_helpers.watched_page(instance, problems, viewport={"width": 1300, "height": 900})
         for name, charts in drawn.items():
-            browser_helpers.open_page(page, f"{base}/notebooks/{name}.html")
+            page.goto(f"{base}/notebooks/{name}.html")
             browser_helpers.chart_marks(page, problems)
             assert page.locator(".escher-vega").count() == len(charts)
             for number, (rows, rate, scale, unit) in enumerate(charts):
@@ -196,7 +196,7 @@ def other_target(tmp_path_factory) -> Path:
 
 
 def test_another_target_is_said_on_every_page(other_target):
-    for stem in ("intro", *(f"notebooks/{stem}" for stem in PAGES.values())):
+    for stem in ("index", *(f"notebooks/{stem}" for stem in PAGES.values())):
         text = visible_text((other_target / "site" / f"{stem}.html").read_text("utf-8"))
         assert "The target is AMD Instinct MI355X, but this run measured CPU host" in text, stem
     compute = visible_text((other_target / "site" / "notebooks" / "01_compute.html").read_text("utf-8"))
@@ -346,14 +346,14 @@ def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(sc
     run = derive.load(run_dir)
     assert len(run.records("compute")) == 59 and len(run.records("bandwidth")) == 39
     text = {p: visible_text((run_dir / "site" / f"{p}.html").read_text("utf-8"))
-            for p in ("intro", *(f"notebooks/{s}" for s in PAGES.values()))}  # fmt: skip
+            for p in ("index", *(f"notebooks/{s}" for s in PAGES.values()))}  # fmt: skip
     assert "This notebook" not in text["notebooks/00_environment"]
     assert (
         "This notebook's kernel died: the kernel was killed (out of memory?). 59 records were kept"
         in text["notebooks/01_compute"]
     )
     assert "This notebook failed: ValueError: no <buffer> | *x*. 39 records were kept" in text["notebooks/02_bandwidth"]
-    assert "died" in text["intro"] and "failed" in text["intro"]
+    assert "died" in text["index"] and "failed" in text["index"]
     shown = [r for r in [*derive.compute(run).rows, derive.compute(run).roof] if r and r.flop_s]
     assert shown and all(tables.value(r.flop_s, 1e12) in text["notebooks/01_compute"] for r in shown)
     assert_none_alive(str(run_dir))

@@ -179,7 +179,7 @@ def sources(tmp_path):
         "01_compute": PageInfo(notebook, "Compute"),
         "02_bandwidth": PageInfo(None, "Bandwidth", [("note", "a | b")], reason="time-out", command="x ``` y"),
     }
-    generated = {"intro.md": "# Intro\n", "glossary.md": "# Glossary\n"}
+    generated = {"index.md": "# Intro\n", "glossary.md": "# Glossary\n"}
 
     def run(**changes):
         arguments = {"pages": pages, "generated": generated, "meta": META} | changes
@@ -194,7 +194,7 @@ def test_staging_twice_changes_no_file(sources):
     before = {path: path.stat().st_mtime_ns for path in sources.folder.rglob("*")}
     assert sources() == []
     assert {path: path.stat().st_mtime_ns for path in sources.folder.rglob("*")} == before
-    assert sources(generated={**sources.generated, "intro.md": "# New\n"}) == ["intro.md"]
+    assert sources(generated={**sources.generated, "index.md": "# New\n"}) == ["index.md"]
 
 
 def test_a_page_that_runs_later_replaces_its_stub_and_nothing_else_is_removed(sources):
@@ -235,9 +235,9 @@ def test_config_is_filled(sources):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"generated": {"intro.md": "# I"}}, r"names glossary, which no .*there are: .*intro"),
+        ({"generated": {"index.md": "# I"}}, r"names glossary, which no .*there are: .*index"),
         (
-            {"generated": {"intro.md": "x", "glossary.md": "x", "more.md": "x"}},
+            {"generated": {"index.md": "x", "glossary.md": "x", "more.md": "x"}},
             r"no entry .* names more; add a line `- file: more`",
         ),
         ({"generated": {"../up.md": "x"}}, r"generated page '../up.md'; expected a relative path"),
