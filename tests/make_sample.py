@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from escher_kernels import METHOD, bandwidth, compute, environment, targets, timing, workload  # noqa: E402
+from escher_kernels import METHOD, bandwidth, checks, compute, environment, targets, timing, workload  # noqa: E402
 from escher_kernels.records import SCHEMA, Record, Run, Writer, write_json_atomic  # noqa: E402
 from escher_kernels.run import Settings, records_path  # noqa: E402
 from escher_kernels.timing import BUDGETS, Case, GpuTimer, Machine, Prepared, Session  # noqa: E402
@@ -138,12 +138,12 @@ class PaperPools:
         )
 
     def error(self, case: Case, full: bool) -> dict[str, Any]:
-        """What `compute.gemm_error` says of a BF16 GEMM whose only error is the rounding of its output."""
-        u = compute.UNIT_ROUNDOFF[case.params["dtype"]]
+        """What `checks.gemm_error` says of a BF16 GEMM whose only error is the rounding of its output."""
+        u = checks.UNIT_ROUNDOFF[case.params["dtype"]]
         out = {"check": "freivalds", "freivalds_ratio": short(0.28 + 0.1 * self.noise.random()), "ok": True}
         if full:
             out |= {
-                "check": "full", "rows_checked": min(compute.CHECK_ROWS, case.params["m"]),
+                "check": "full", "rows_checked": min(checks.CHECK_ROWS, case.params["m"]),
                 "elementwise_ratio": short(0.97 + 0.02 * self.noise.random()),
                 "rel_frobenius": short(u * (0.423 + 0.004 * self.noise.random())), "rel_frobenius_limit": u,
             }  # fmt: skip
