@@ -9,7 +9,7 @@ flag  = $(if $($(1)), --$(2) $(call quote,$($(1))))
 
 SET_UP = $(call quote,$(PYTHON)) escher_book/setup_env.py$(call flag,DEVICE,device)$(call flag,TORCH_INDEX_URL,torch-index-url)
 IN_ENV = $(SET_UP) --
-MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)
+MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REFERENCE_MODEL,reference-model)$(call flag,DEPTH,depth)$(call flag,TOKENS,tokens)$(call flag,WINDOW,window)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)
 
 .PHONY: help book run report lab sample test test-all env clean distclean
 
@@ -18,7 +18,8 @@ help:  ## this list
 	@echo
 	@echo "  Variables, each the command line's flag of that name:"
 	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET=quick|standard|full"
-	@echo "                   WORKLOAD= RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S="
+	@echo "                   WORKLOAD= or REFERENCE_MODEL=  DEPTH= TOKENS= WINDOW="
+	@echo "                   RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S="
 	@echo "  report           RUN= RESULTS_DIR="
 	@echo "  any              PYTHON= (makes the environment)  TORCH_INDEX_URL= (a mirror to take torch from)"
 	@echo "  e.g. make book TARGET=mi355x"

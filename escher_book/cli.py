@@ -35,6 +35,10 @@ def _options(function: Callable) -> Callable:
         click.option("--families", default="benchmark", show_default=True, help='e.g. "compute bandwidth"; benchmark: all'),
         click.option("--budget", default="standard", show_default=True, type=click.Choice(list(BUDGETS))),
         click.option("--workload", default="escher_14b_480p", show_default=True, help="a name in configs/, or a .json file"),
+        click.option("--reference-model", default=None, help="run the workload of this model of reference_video_models.json"),
+        click.option("--depth", default=None, type=click.IntRange(min=1), help="blocks  [default: as the host can run]"),
+        click.option("--tokens", default=None, type=click.IntRange(min=1), help="query tokens of a call"),
+        click.option("--window", default=None, type=click.IntRange(min=1), help="tokens a query attends to"),
         click.option("--report-config", default=None, help="another report_config.json"),
         click.option("--results-dir", default=None, help="where runs go  [default: results]"),
         click.option("--timeout-s", default=None, type=click.IntRange(min=1), help="time a family may take"),
@@ -52,7 +56,10 @@ def _measure(
     families: str, results_dir: str | None, timeout_s: float | None, **settings: Any
 ) -> tuple[Path, dict, Any]:
     chosen = runner.choose(families)
-    wanted = Settings.from_json(settings)
+    try:
+        wanted = Settings.from_json(settings)
+    except ValueError as exc:
+        raise runner.RunError(str(exc)) from None
     if wanted.report_config:
         wanted = Settings.from_json({**settings, "report_config": str(Path(wanted.report_config).absolute())})
     if wanted.workload.endswith(".json"):

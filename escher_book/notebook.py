@@ -1,4 +1,4 @@
-"""What a notebook's collect cell calls: measure the family, or read what is there, and hand the run to the page."""
+"""What a notebook calls: measure the family or read what is there, hand the run to the page, show several things."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ def check_kernel() -> None:
                 f"this notebook runs on the {what} {found}, the runner's is {expected[what]}: a foreign kernelspec "
                 f"named python3 was used; remove it (jupyter kernelspec list) or run from the environment itself"
             )
+
+
+def show(*items: Any) -> None:
+    """Show sentences, tables and charts one below the other; None (not for this kind of device) is left out."""
+    from IPython.display import display
+
+    for item in items:
+        if item is not None:
+            display(item)
 
 
 def collect(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from escher_book import findings, runner, stage, tables, vega
+from escher_book.pages import environment
 from escher_book.runner import Console, Outcome, RunError
 from escher_kernels.records import read_json, write_bytes_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
@@ -140,7 +141,7 @@ def landing(run: LoadedRun) -> str:
         "## How each family ended",
         family_table(run),
         "## The machine",
-        tables.machine(run).to_html(),
+        environment.machine(run).to_html(),
         "## How to read this book",
         READ_ME_FIRST,
     ]

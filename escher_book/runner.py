@@ -80,7 +80,7 @@ def plan(settings: Settings) -> dict[str, Any]:
     command = [sys.executable, "-m", "escher_kernels", "plan"]
     for name, value in settings.to_json().items():
         if value is not None:
-            command += [f"--{name.replace('_', '-')}", value]
+            command += [f"--{name.replace('_', '-')}", str(value)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode == 0:
         return json.loads(done.stdout)
@@ -94,7 +94,7 @@ def new_run(root: Path, settings: Settings, chosen: list[str], planned: dict[str
     """Make results/<workload>-<target>-<YYYYMMDD-HHMMSS>/ with run.json and env.json. Raises RunError."""
     now = datetime.now(UTC)
     profile = planned["target"]["profile"]
-    workload = planned["workload"]["derived_from"] or planned["workload"]["name"]
+    workload = planned["workload"]["name"]
     name = f"{workload}-{profile['key'] if profile else 'unknown'}-{now.strftime('%Y%m%d-%H%M%S')}"
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -181,8 +181,10 @@ def raw_row(row: Row) -> dict[str, Any]:
 
 
 def layout(row: Row) -> str:
+    """M×N×K of a GEMM and how A and B are stored; before it, how many of them a batch holds."""
     p = row.params
-    return f"{p['m']}×{p['n']}×{p['k']}\N{NO-BREAK SPACE}{p['layout']}"
+    batch = f"{p['batch']}\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}" if "batch" in p else ""
+    return f"{batch}{p['m']}×{p['n']}×{p['k']}\N{NO-BREAK SPACE}{p['layout']}"
 
 
 def bases_columns(bases: Sequence[Basis], rate: Callable[[Row], Estimate | None]) -> list[Column]:
@@ -194,28 +196,13 @@ def bases_columns(bases: Sequence[Basis], rate: Callable[[Row], Estimate | None]
     ]
 
 
-def _time_columns() -> list[Column]:
+def time_columns() -> list[Column]:
+    """Time a call, number of samples, notes: the last columns of every table of rows."""
     return [
         Column("time a call", lambda r: seconds(r.time_s and r.time_s.median), True),
         Column("n", lambda r: f"{r.time_s.samples:,}" if r.time_s else NONE, True),
         Column("notes", notes, optional=True),
     ]
-
-
-def gemms(run: LoadedRun) -> Table:
-    """Every named GEMM: rate with interval, share of each basis, time, samples."""
-    c = derive.compute(run)
-    ordered = ([c.roof] if c.roof else []) + c.rows
-    columns = [
-        Column("case", lambda r: ", ".join([r.case, *r.params.get("also", [])])),
-        Column("M×N×K, layout", layout),
-        Column("TFLOP/s", lambda r: value(r.flop_s, TERA), True),
-        Column("interval", lambda r: interval(r.flop_s, TERA), True),
-        *bases_columns(c.bases, lambda r: r.flop_s),
-        *_time_columns(),
-    ]
-    caption = f"{c.dtype.upper()} GEMMs: median of the block medians, with its interval; n is the number of samples"
-    return Table("compute_gemms", caption, columns, ordered, [raw_row(r) for r in ordered])
 
 
 def bases(run: LoadedRun, family: str) -> Table:
@@ -248,78 +235,6 @@ def bases(run: LoadedRun, family: str) -> Table:
     return Table(f"{family}_bases", "The roof and what it may be compared with", columns, items, raw)
 
 
-def roof_search(run: LoadedRun, best: int = 12) -> Table:
-    """The best candidates of the roof search by their best sample, which chose the next round and is not the roof."""
-    c = derive.compute(run)
-
-    def best_sample(row: Row) -> float:
-        return row.flop / min(row.blocks[0])
-
-    timed = sorted((r for r in c.search if r.flop_s), key=best_sample, reverse=True)
-    columns = [
-        Column("M×N×K, layout", layout),
-        Column("round", lambda r: str(r.params["round"]), True),
-        Column("best sample, TFLOP/s", lambda r: number(best_sample(r) / TERA), True),
-        Column("checked", lambda r: (r.error or {}).get("check", "freivalds")),
-    ]
-    caption = f"Roof search: the best {min(best, len(timed))} of {len(timed)} shapes tried (three samples each)"
-    return Table("compute_search", caption, columns, timed[:best], [raw_row(r) for r in c.search])
-
-
-def gemm_errors(run: LoadedRun) -> Table:
-    """Correctness of every GEMM against float64: error over its bound, up to 1 is right."""
-    c = derive.compute(run)
-    checked = [r for r in [*([c.roof] if c.roof else []), *c.rows, *c.search] if r.error and r.error["check"] == "full"]
-
-    def ratio(name: str) -> Callable[[Row], str]:
-        return lambda r: number(r.error.get(name)) if r.error.get(name) is not None else "not finite"
-
-    columns = [
-        Column("case", lambda r: r.case),
-        Column("M×N×K, layout", layout),
-        Column("rel. Frobenius error", lambda r: f"{r.error['rel_frobenius'] or math.nan:.2e}", True),
-        Column("bound", lambda r: f"{r.error['rel_frobenius_limit']:.2e}", True),
-        Column("element / bound", ratio("elementwise_ratio"), True),
-        Column("Freivalds / bound", ratio("freivalds_ratio"), True),
-        Column("rows", lambda r: str(r.error["rows_checked"]), True),
-        Column("result", lambda r: "right" if r.error["ok"] else "WRONG"),
-    ]
-    raw = [{"case": r.case, **r.params, **r.error} for r in checked]
-    return Table("compute_errors", "GEMM results against float64 from the same inputs", columns, checked, raw)
-
-
-def probes(run: LoadedRun) -> Table | None:
-    """CPU: the peak of each instruction that a GEMM could be made of, and what it means a clock."""
-    if run.kind != "cpu":
-        return None
-    c = derive.compute(run)
-    nominal = ((run.env or {}).get("nominal") or {}) if run.kind == "cpu" else {}
-
-    def per_clock(p: derive.Probe) -> str:
-        return number(p.best_flop_s / p.threads / c.clock_hz) if c.clock_hz else NONE
-
-    def nominal_text(p: derive.Probe) -> str:
-        """The public figure is that of the fastest instruction of a dtype."""
-        key = "bf16" if p.dtype == "bfloat16" else "fp32"
-        fastest = next(q for q in c.probes if q.dtype == p.dtype)
-        return str(nominal.get(key) or NONE) if p is fastest else NONE
-
-    columns = [
-        Column("instruction", lambda p: p.name),
-        Column("peak, TFLOP/s", lambda p: number(p.best_flop_s / TERA), True),
-        Column("all threads in one slice", lambda p: interval(p.block_bests, TERA), True),
-        Column("threads", lambda p: str(p.threads), True),
-        Column("FLOP a clock a thread", per_clock, True),
-        Column("nominal, a core", nominal_text, True),
-    ]
-    raw = [
-        {"instruction": p.name, "dtype": p.dtype, "threads": p.threads, "best_flop_s": p.best_flop_s,
-         "clock_hz": c.clock_hz} for p in c.probes
-    ]  # fmt: skip
-    caption = "Probed peak of this host: best slice; for the fastest instruction the sum of each thread's best"
-    return Table("compute_probes", caption, columns, c.probes, raw)
-
-
 def _steady(anchor: derive.Anchor, limit: float) -> str:
     if len(anchor.rates) < 2:
         return "unknown: ran once"
@@ -344,154 +259,13 @@ def anchors(run: LoadedRun, family: str) -> Table:
     return Table(f"{family}_anchors", "Anchors: how steady the machine was meanwhile", columns, items, raw)
 
 
-def plateaus(run: LoadedRun) -> Table:
-    """Bandwidth of each operation over the three largest sizes."""
-    b = derive.bandwidth(run)
-    columns = [
-        Column("operation", lambda p: p.op + (" (the roof)" if p.op == "copy" else "")),
-        Column("GB/s", lambda p: value(p.bytes_s, GIGA), True),
-        Column("interval", lambda p: interval(p.bytes_s, GIGA), True),
-        *[
-            Column("% of rated", lambda p, s=s: percent(s.frac(p.bytes_s)), True)
-            for s in b.bases
-            if s.rate and s.same_device
-        ],
-        Column("spread over sizes", lambda p: f"{number(p.spread_frac * 100, 2)} %", True),
-        Column("buffer sizes", lambda p: ", ".join(size(s) for s in p.sizes)),
-    ]
-    raw = [
-        {"op": p.op, "bytes_s": p.bytes_s.median, "bytes_s_lo": p.bytes_s.lo, "bytes_s_hi": p.bytes_s.hi,
-         "spread_frac": p.spread_frac, "sizes": " ".join(map(str, p.sizes))} for p in b.plateaus
-    ]  # fmt: skip
-    caption = "Plateau of each operation: every stream counted once"
-    return Table("bandwidth_plateaus", caption, columns, b.plateaus, raw)
-
-
-def bandwidth_rows(run: LoadedRun) -> Table:
-    """Every cold bandwidth row."""
-    b = derive.bandwidth(run)
-    columns = [
-        Column("case", lambda r: r.case),
-        Column("buffer", lambda r: size(r.params["buffer_bytes"]), True),
-        Column("GB/s", lambda r: value(r.bytes_s, GIGA), True),
-        Column("interval", lambda r: interval(r.bytes_s, GIGA), True),
-        Column("operand sets", lambda r: str(r.params.get("operand_sets", NONE)), True),
-        *_time_columns(),
-    ]
-    ordered = sorted(b.rows, key=lambda r: (r.params["op"], r.params["buffer_bytes"]))
-    raw = [raw_row(r) for r in b.rows]
-    return Table("bandwidth_rows", "Cold bandwidth by operation and size", columns, ordered, raw)
-
-
-def copies(run: LoadedRun) -> Table | None:
-    """CPU: torch's copy beside plain and streaming C copies of the same buffers, interleaved."""
-    if run.kind != "cpu":
-        return None
-    b = derive.bandwidth(run)
-    columns = [
-        Column("copy", lambda r: r.backend or r.case),
-        Column("GB/s counted", lambda r: value(r.bytes_s, GIGA), True),
-        Column("interval", lambda r: interval(r.bytes_s, GIGA), True),
-        Column("torch over this", lambda r: _ratio(b.speedup.get(r.case.partition(".")[2])), True),
-        *_time_columns(),
-    ]
-    return Table("bandwidth_copies", "The same copy, interleaved", columns, b.pairs, [raw_row(r) for r in b.pairs])
-
-
-def _ratio(estimate: Estimate | None) -> str:
+def ratio(estimate: Estimate | None) -> str:
+    """A ratio of two rates or times with its interval."""
     return NONE if estimate is None else f"{value(estimate)} ({interval(estimate)})"
 
 
-def cache_curve(run: LoadedRun) -> Table:
-    b = derive.bandwidth(run)
-    columns = [
-        Column("working set", lambda r: size(2 * r.params["buffer_bytes"]), True),
-        Column("GB/s, warm", lambda r: value(r.bytes_s, GIGA), True),
-        Column("interval", lambda r: interval(r.bytes_s, GIGA), True),
-        *_time_columns(),
-    ]
-    return Table("bandwidth_cache", "Cache curve: copy of the same buffers again and again", columns, b.cache_curve,
-                 [raw_row(r) for r in b.cache_curve])  # fmt: skip
-
-
-def _pairs(name: str, caption: str, items: Sequence[tuple[str, Any]], heads=("what", "found")) -> Table:
+def facts(name: str, caption: str, items: Sequence[tuple[str, Any]], heads=("what", "found")) -> Table:
+    """A table of two columns: what, and what was found; an empty or missing value shows as a dash."""
     shown = [(k, NONE if v is None or v == "" else str(v)) for k, v in items]
     columns = [Column(heads[0], lambda p: p[0]), Column(heads[1], lambda p: p[1])]
     return Table(name, caption, columns, shown, [dict(zip(heads, p, strict=True)) for p in shown])
-
-
-VIRTUAL = {True: "yes: clock, SKU and sharing of cores are hidden", False: "no"}
-
-
-def machine(run: LoadedRun) -> Table:
-    """What was measured on."""
-    env = run.env or {}
-    host, device = env.get("host", {}), run.found
-    cpu, cpus, memory = host.get("cpu", {}), host.get("cpus", {}), host.get("memory", {})
-    items = [("device", f"{device.count} x {device.raw_name}" if device.kind != "cpu" else "CPU host")]
-    if device.kind != "cpu":
-        items += [
-            ("measured on", f"device 0 of {device.count}"),
-            ("architecture", device.arch),
-            ("compute units", device.compute_units),
-            ("device memory", size(device.total_memory_bytes)),
-            ("partition or slice", device.slice or "whole device"),
-            ("driver", env.get("software", {}).get("driver")),
-        ]
-    items += [
-        ("host", host.get("name")),
-        ("system", ", ".join(filter(None, (host.get("distribution"), host.get("system"))))),
-        ("CPU", cpu.get("model_name")),
-        ("instruction sets", ", ".join(f for f in cpu.get("flags", []) if f != "hypervisor")),
-        ("virtual machine", VIRTUAL.get(cpu.get("virtual"))),
-        ("cores used", f"{cpus.get('threads')} ({cpus.get('why')})" if cpus else None),
-        ("host's last-level caches in use", size(host.get("llc_bytes"))),
-        ("NUMA nodes", host.get("numa_nodes")),
-        ("host memory", f"{size(memory.get('total_bytes'))}, usable {size(memory.get('usable_bytes'))} "
-         f"(bounded by the {memory.get('bounded_by')})" if memory else None),
-    ]  # fmt: skip
-    return _pairs("environment_machine", "What was measured on", items)
-
-
-def software(run: LoadedRun) -> Table:
-    env = run.env or {}
-    packages = env.get("software", {}).get("packages", {})
-    items = [("Python", env.get("software", {}).get("python")), *packages.items()]
-    items += [("C compiler", env.get("software", {}).get("compiler"))]
-    return _pairs("environment_software", "Software", items, ("package", "version"))
-
-
-def settings(run: LoadedRun) -> Table:
-    """Kernel settings and environment variables that move the numbers."""
-    env = run.env or {}
-    items = [(k.replace("_", " "), v) for k, v in env.get("knobs", {}).items()]
-    items += [(k, v) for k, v in env.get("variables", {}).items()]
-    return _pairs("environment_settings", "Settings that move the numbers", items)
-
-
-def checks(run: LoadedRun) -> Table:
-    """Pre-run checks: what does not hold, and the mend."""
-    rows = (run.env or {}).get("checks", [])
-    word = {True: "ok", False: "NOT OK", None: "unknown"}
-    columns = [
-        Column("check", lambda r: r["check"]),
-        Column("found", lambda r: r["found"] or NONE),
-        Column("wanted", lambda r: r["wanted"]),
-        Column("result", lambda r: word[r["ok"]]),
-        Column("why it matters; mend", lambda r: f"{r['why']}; {r['mend']}" if r["ok"] is not True else r["why"]),
-    ]
-    return Table("environment_checks", "Checks before the run", columns, rows, rows)
-
-
-def instrument(run: LoadedRun) -> Table:
-    """How fine the instrument reads: clock, fixed work, event pairs."""
-    rows = derive.rows(run.records("environment"), run.config)
-    columns = [
-        Column("what", lambda r: r.params["what"]),
-        Column("time", lambda r: seconds(r.time_s and r.time_s.median), True),
-        Column("interval", lambda r: f"{seconds(r.time_s.lo)} to {seconds(r.time_s.hi)}" if r.time_s else NONE, True),
-        Column("median over p10", lambda r: number(r.median_over_p10), True),
-        Column("n", lambda r: f"{r.time_s.samples:,}" if r.time_s else NONE, True),
-        Column("notes", notes, optional=True),
-    ]
-    return Table("environment_instrument", "The instrument itself", columns, rows, [raw_row(r) for r in rows])

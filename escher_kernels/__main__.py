@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("family", choices=[*run.families(), "plan"])
     parser.add_argument("--run", type=Path, help="directory the records go to")
     for f in dataclasses.fields(run.Settings):
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default)
+        kind = int if f.type.startswith("int") else str
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, type=kind)
     arguments = vars(parser.parse_args(argv))
     family, run_dir = arguments.pop("family"), arguments.pop("run")
     try:

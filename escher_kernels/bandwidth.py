@@ -3,6 +3,7 @@
 Copy reads one stream and writes one; add and triad read two and write one; sum reads, fill writes. Declared bytes are
 those streams, each once, with no credit for caches and none for write-allocate. The bandwidth roof is the plateau of
 copy: its three largest sizes, fixed before anything is timed, each far larger than the last-level caches together.
+Strided copies and copies between host and device are labelled: they stand beside, in no plateau.
 Traps this module avoids: smaller buffers rotate through a set larger than four times the summed last-level caches, so
 that every call finds them cold (never a flush inside the timed region); the cache curve is warm on purpose and says so;
 first touch is parallel, with the same split over threads as the copy (on a host of several NUMA nodes each size has
@@ -27,6 +28,10 @@ ELEMENT_BYTES = 4  # fp32, as in STREAM's single-precision variants: bf16 arithm
 SCALAR = 0.40625  # exact in fp32
 MIB = 2**20
 COLD_FACTOR = 4
+STRIDED_BYTES = 128 * MIB  # what a strided read spans
+ROW_PITCH = 4096  # elements
+HOST_SIZES = (64 * MIB, 256 * MIB, 1024 * MIB)
+HOST_OPS = {"to_device": "host_to_device", "from_device": "device_to_host"}
 TORCH_GRAIN = 32768  # elements below which torch does not split an elementwise call over another thread
 
 
@@ -79,8 +84,46 @@ def case(op: str, size: int, cache: str = "cold", **params: Any) -> Case:
     )
 
 
+def strided_cases() -> list[Case]:
+    """Copies that read with a stride and write densely. Declared bytes are the useful ones: each element copied is read
+    once and written once, whatever else of a fetched line goes unused.
+
+    `strided.2` reads every second element; `strided.pitch` reads a matrix down its columns, one row pitch a step.
+    """
+
+    def strided(name: str, stride: int, useful: int) -> Case:
+        params = {
+            "op": "strided",
+            "buffer_bytes": useful,
+            "span_bytes": STRIDED_BYTES,
+            "stride_bytes": stride * ELEMENT_BYTES,
+        }
+        return Case(f"strided.{name}", {**params, "dtype": "fp32"}, bytes_moved=2 * useful, cache="cold")
+
+    return [strided("2", 2, STRIDED_BYTES // 2), strided("pitch", ROW_PITCH, STRIDED_BYTES)]
+
+
+def host_cases(kind: str, largest: int) -> list[Case]:
+    """GPU: copies from the host's memory to the device's and back, pinned and pageable. Bytes: those that cross, once."""
+    if kind == "cpu":
+        why = "a CPU host has no device to copy to"
+        return [Case("host.to_device", {"op": "host_to_device"}, skipped=why)]
+    return [
+        Case(
+            f"host.{way}.{memory}.{size_name(size)}",
+            {"op": op, "buffer_bytes": size, "memory": memory, "dtype": "fp32"},
+            bytes_moved=size,
+        )
+        for way, op in HOST_OPS.items()
+        for memory in ("pinned", "pageable")
+        for size in HOST_SIZES
+        if size <= largest
+    ]
+
+
 def cases(kind: str, memory_bytes: int, llc_bytes: int, quick: bool = False) -> list[Case]:
-    """All rows: every op at the plateau sizes, copy below them (cold), and the cache curve (copy, warm)."""
+    """All rows: every op at the plateau sizes, copy below them (cold), the cache curve (copy, warm), strided copies, and
+    copies between host and device."""
     plateau = plateau_sizes(kind, memory_bytes, llc_bytes)
     out = [case(op, size, plateau=True) for size in plateau for op in OPS]
     size = 4 * MIB
@@ -91,7 +134,12 @@ def cases(kind: str, memory_bytes: int, llc_bytes: int, quick: bool = False) -> 
     while size <= plateau[-1]:
         out.append(case("copy", size, cache="warm"))
         size *= 8 if quick else 2
-    return out
+    return [*out, *strided_cases(), *host_cases(kind, plateau[-1])]
+
+
+def needs_spare(kind: str, memory_bytes: int, llc_bytes: int) -> bool:
+    """Whether fill, which has one stream, needs a fourth buffer to go through more than four times the caches."""
+    return plateau_sizes(kind, memory_bytes, llc_bytes)[1] <= COLD_FACTOR * llc_bytes
 
 
 def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
@@ -120,6 +168,13 @@ def sum_error(got: float, want: float, scale: float, elements: int) -> dict[str,
     return checked(math.inf if math.isnan(ratio) else ratio, elements)
 
 
+def same(torch: Any, source: Any, target: Any) -> bool:
+    """Whether every element was copied, compared piece by piece on the source's device."""
+    rows = max(1, 2**24 // (source.numel() // len(source)))
+    parts = zip(source.split(rows), target.split(rows), strict=True)
+    return all(torch.equal(x, y.to(x.device)) for x, y in parts)
+
+
 def checked(ratio: float, elements: int) -> dict[str, Any]:
     return {
         "check": "float64",
@@ -130,14 +185,19 @@ def checked(ratio: float, elements: int) -> dict[str, Any]:
 
 
 class Buffers:
-    """Three buffers of the largest size; every case works on views, rotated where it must find them cold."""
+    """Three buffers of the largest size, and for fill a spare one where caches are large; every case works on views,
+    rotated where it must find them cold. Host buffers of copies between host and device are made when first asked for.
+    """
 
     def __init__(
-        self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1, local_bytes: int | None = None
-    ):
+        self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1, local_bytes: int | None = None,
+        spare: bool = False,
+    ):  # fmt: skip
         self.torch, self.llc_bytes, self.threads, self.local_bytes = torch, llc_bytes, threads, local_bytes
         self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.a, self.b, self.c = (normal(torch, size // ELEMENT_BYTES, torch.float32, device) for _ in range(3))
+        self.spare = torch.empty_like(self.c if spare else self.c[:0]).fill_(0)
+        self._host: dict[str, tuple[Any, Any]] = {}
         self._sums: dict[tuple[int, int], tuple[float, float]] = {}
 
     def sum_of(self, a: Any) -> tuple[float, float]:
@@ -179,12 +239,74 @@ class Buffers:
         sets = [self._operands(elements, i) for i in range(min(available, max(1, wanted)))]
         if op.reads == 1 and op.writes == 0 and item.cache != "warm":  # both operand buffers can be read
             sets += [(b, a, c[1:]) for a, b, c in sets]
+        if op.reads == 0 and item.cache != "warm":  # nothing is read, so a set more is a stretch of the spare buffer
+            stretches = self.spare.split(elements) if len(self.spare) else ()
+            sets += [(*sets[0][:2], c) for c in stretches if len(c) == elements][: max(0, wanted - len(sets))]
         return sets
 
+    def strided_sets(self, item: Case) -> list[tuple[Any, Any]]:
+        """(source read with a stride, dense target) in as many stretches as outgrow the caches with what is useful."""
+        span, useful = (item.params[x] // ELEMENT_BYTES for x in ("span_bytes", "buffer_bytes"))
+        stride = item.params["stride_bytes"] // ELEMENT_BYTES
+        wanted = math.ceil(COLD_FACTOR * self.llc_bytes / item.bytes_moved) + 1
+        sources = [x for buffer in (self.a, self.b) for x in buffer.split(span) if len(x) == span]
+        targets = [x for x in self.c.split(useful) if len(x) == useful]
+        pairs = list(zip(sources, targets, strict=False))[:wanted]
+        if useful < span:
+            return [(a[::stride], c) for a, c in pairs]
+        return [(a.view(-1, stride).t(), c.view(stride, -1)) for a, c in pairs]
+
+    def host_pair(self, item: Case) -> tuple[Any, Any]:
+        """(source, target), one in the host's memory and one in the device's. Raises RuntimeError: no such memory."""
+        elements, memory = item.params["buffer_bytes"] // ELEMENT_BYTES, item.params["memory"]
+        if memory not in self._host:
+            most = min(HOST_SIZES[-1] // ELEMENT_BYTES, len(self.a))
+            pinned = {"pin_memory": memory == "pinned"}
+            source, target = (self.torch.empty(most, dtype=self.torch.float32, **pinned) for _ in range(2))
+            self._host[memory] = source.copy_(normal(self.torch, most, self.torch.float32, "cpu")), target.fill_(0)
+        source, target = (x[:elements] for x in self._host[memory])
+        to_device = item.params["op"] == HOST_OPS["to_device"]
+        return (source, self.c[:elements]) if to_device else (self.a[:elements], target)
+
+    def _copies(self, item: Case, sets: list[tuple[Any, Any]], backend: str, **more: Any) -> Prepared:
+        """Copies of source to target, set after set; every element is checked."""
+        count = len(sets)
+
+        def call(turn: int) -> None:
+            source, target = sets[turn % count]
+            target.copy_(source, non_blocking=True)
+
+        def poison() -> None:
+            for _, target in sets:
+                target.fill_(math.nan)
+
+        def check(turn: int, _: bool) -> dict[str, Any]:
+            source, target = sets[turn % count]
+            if source.device != target.device:
+                self.torch.cuda.synchronize()
+            return checked(0.0 if same(self.torch, source, target) else math.inf, target.numel())
+
+        case = replace(item, params={**item.params, "operand_sets": count})
+        return Prepared(case, call=call, poison=poison, check=check, backend=backend, **more)
+
     def prepare(self, item: Case) -> Prepared:
+        op = item.params["op"]
         if item.skipped:
             return Prepared(item)
-        torch, sets, op = self.torch, self.views(item), item.params["op"]
+        if op == "strided":
+            sets = self.strided_sets(item)
+            if not sets:
+                return Prepared(replace(item, skipped=f"a buffer is smaller than {size_name(STRIDED_BYTES)}"))
+            flags = ("PAGES_NOT_LOCAL",) if self.local_bytes is not None else ()
+            threads = self.threads if sets[0][0].dim() == 1 else 1  # torch transposes on one thread
+            return self._copies(item, sets, "torch copy_ of a strided view", threads=threads, flags=flags)
+        if op in HOST_OPS.values():
+            try:
+                sets = [self.host_pair(item)]
+            except RuntimeError as exc:  # the host may have less memory, or allow less of it to be pinned
+                return Prepared(replace(item, skipped=str(exc).splitlines()[0]))
+            return self._copies(item, sets, f"torch copy_, {item.params['memory']} memory")
+        torch, sets = self.torch, self.views(item)
         run, count = OPS[op].run, len(sets)
         outputs = [c[0:1] if op == "sum" else c for _, _, c in sets]
 
@@ -242,22 +364,25 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     """Warm-up, anchors, all rows in blocks, on a CPU the copy beside plain and streaming C copies, anchors."""
     kind, memory_bytes, llc_bytes = machine.kind, machine.memory_bytes, machine.llc_bytes
     rows = cases(kind, memory_bytes, llc_bytes, session.budget.name == "quick")
-    largest = max(c.params["buffer_bytes"] for c in rows)
-    if 3 * largest > memory_bytes * 0.6:
-        why = f"three buffers of {size_name(largest)} do not fit 60 % of {size_name(memory_bytes)}"
+    largest, spare = plateau_sizes(kind, memory_bytes, llc_bytes)[-1], needs_spare(kind, memory_bytes, llc_bytes)
+    count = 4 if spare else 3
+    buffers_of = f"{'four' if spare else 'three'} buffers of {size_name(largest)}"
+    if count * largest > memory_bytes * 0.6:
+        why = f"{buffers_of} do not fit 60 % of {size_name(memory_bytes)}"
         for row in rows:
-            session.skip(row, why)
+            session.skip(row, row.skipped or why)
         return
     session.warm_up(machine)
     try:
-        spare = int(memory_bytes * 0.6) - 3 * largest if machine.numa_nodes > 1 else None
-        buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, max(1, len(machine.cores)), spare)
+        local = int(memory_bytes * 0.6) - count * largest if machine.numa_nodes > 1 else None
+        threads = max(1, len(machine.cores))
+        buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, threads, local, spare)
     except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors; another process may hold the memory
         for row in rows:
-            session.skip(row, f"three buffers of {size_name(largest)} were refused: {str(exc).splitlines()[0]}")
+            session.skip(row, row.skipped or f"{buffers_of} were refused: {str(exc).splitlines()[0]}")
         return
     session.anchor()
-    session.run_blocks([buffers.prepare(row) for row in rows])
+    session.run_blocks([replace(buffers.prepare(row), share=share(row)) for row in rows])
     session.anchor()
     if kind == "cpu":
         try:
@@ -268,3 +393,8 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         except native.NativeUnavailable as exc:
             session.skip(Case("stream.plain", {"op": "copy"}, cache="cold", role="pair"), str(exc))
         session.anchor()
+
+
+def share(row: Case) -> float:
+    """Of a row's time in a block: half for what stands beside the plateau."""
+    return 1.0 if row.params["op"] in OPS else 0.5

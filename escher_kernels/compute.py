@@ -5,6 +5,9 @@ coarse-to-fine search over squares, the workload's GEMMs, other shapes and layou
 luckiest of many and is not the roof. Traps this module avoids: constant data (a GPU clocks higher on zeros: operands
 are N(0,1)); timing a wrong result (outputs are poisoned, then checked against float64 from the same low-precision
 inputs); an emulated dtype that makes one call last minutes (a tiny GEMM is tried first).
+Every GEMM of the workload has a row of its own, also where shapes repeat: equal shapes must agree. Beside them stand
+what shape costs at one FLOP (skew), batches, a bias, the GELU epilogue fused or not (interleaved, a ratio), and on a GPU
+the reduced-precision reduction of partial sums: off everywhere but in the rows that are labelled with it.
 On a CPU the peak is probed in the same blocks with loops that the C compiler builds (`native`): without a compiler the
 row says so. Outside tools that agree: rocblas-bench, hipblaslt-bench, cublasLt matmul samples, RVS gst, cpufp.
 """
@@ -12,12 +15,12 @@ row says so. Outside tools that agree: rocblas-bench, hipblaslt-bench, cublasLt 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from escher_kernels import native
-from escher_kernels.checks import CHUNK, gemm_error
+from escher_kernels.checks import CHUNK, batched_error, gelu_error, gemm_error
 from escher_kernels.records import Record
 from escher_kernels.timing import ANCHOR_COPY_BYTES, Case, Machine, Prepared, Session, normal
 from escher_kernels.workload import Spec, gemms
@@ -29,40 +32,86 @@ OTHER_SHAPES = {  # M, N, K: large and skewed, multiples of 256 that are no powe
     "cpu": ((512, 512, 4096), (768, 768, 768), (1536, 1536, 1536), (1024, 4096, 1024), (4096, 1024, 1024),
             (3072, 3072, 3072), (2048, 2048, 8192)),
 }  # fmt: skip
+SKEW = {"gpu": 8192, "cpu": 1024}  # the square whose FLOP is kept while M grows as N shrinks
+SKEW_BY = {"gpu": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16), "cpu": (1 / 16, 1 / 4, 1, 4, 16)}
+BATCHED_TOKENS = {"gpu": 4096, "cpu": 256}
+BATCHED_SQUARES = {"gpu": (64, 2048), "cpu": (8, 256)}  # how many, and their M = N = K
+LONG_K = {"gpu": (1024, 1024, 65536)}  # few outputs with long sums, which a library splits into partial sums
 STEP = 64
 REFINE_TOP, REFINE_ROUNDS, REFINE_GAIN = 3, 5, 1.005
 ELEMENT_BYTES = 2
-ROOF_SHARE = 5.0
+WITH_BIAS = ("addmm", "fused", "unfused")
+ROOF_SHARE, SIDE_SHARE = 5.0, 0.5  # of a row's time in a block: the roof's, and that of rows that nothing is judged by
 SMALL_M = 64  # fewer rows cannot be a roof: they are searched last
 
 
-def gemm(name: str, m: int, n: int, k: int, layout: str = "NN", dtype: str = "bf16", **params: Any) -> Case:
-    """The case of (M,K) x (K,N). `layout`: N or T for A and B; T is stored transposed, the product is the same."""
-    role = params.pop("role", "case")
-    return Case(
-        name, {"m": m, "n": n, "k": k, "layout": layout, "dtype": dtype, **params}, flop=2 * m * n * k,
-        bytes_moved=ELEMENT_BYTES * (m * k + k * n + m * n), role=role,
-    )  # fmt: skip
+def gemm(
+    name: str, m: int, n: int, k: int, layout: str = "NN", dtype: str = "bf16", batch: int = 1, **params: Any
+) -> Case:  # fmt: skip
+    """The case of `batch` times (M,K) x (K,N). `layout`: N or T for A and B; T is stored transposed, the product is the
+    same. `op` (mm where it is not given): what is called; addmm, fused and unfused also read a bias of N elements, and
+    unfused writes and reads what GELU takes. Bias and GELU count no FLOP.
+    """
+    role, op = params.pop("role", "case"), params.get("op", "mm")
+    elements = batch * (m * k + k * n + m * n)
+    elements += (n if op in WITH_BIAS else 0) + (2 * m * n if op == "unfused" else 0)
+    of = {"m": m, "n": n, "k": k, "layout": layout, "dtype": dtype, **({"batch": batch} if batch > 1 else {})}
+    return Case(name, of | params, flop=2 * batch * m * n * k, bytes_moved=ELEMENT_BYTES * elements, role=role)
 
 
 def largest_operand(case: Case) -> int:
+    """Elements of the largest of A, B and the output; GELU's input lies beside its output, in every row that has one."""
     m, n, k = (case.params[x] for x in "mnk")
-    return max(m * k, k * n, m * n)
+    outputs = 2 if case.params.get("op") in ("fused", "unfused") else 1
+    return case.params.get("batch", 1) * max(m * k, k * n, m * n * outputs)
 
 
 def cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
-    """Rows that are always measured: the squares, and each distinct GEMM of the workload under its first name."""
+    """Rows of every run: squares, each GEMM of the workload by name, and what stands beside them (`side_cases`)."""
     out = [gemm(f"square.{n}", n, n, n, dtype=dtype) for n in SQUARES[kind]]
-    shapes: dict[tuple[int, int, int], list[str]] = {}
-    for g in gemms(spec):
-        shapes.setdefault((g.m, g.n, g.k), []).append(g.name)
-    out += [gemm(names[0], *shape, dtype=dtype, also=names[1:]) for shape, names in shapes.items()]
+    out += [gemm(g.name, g.m, g.n, g.k, dtype=dtype) for g in gemms(spec)]
+    return out + side_cases(kind, dtype, spec)
+
+
+def side_cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
+    """Skew: M times r and N over r at the FLOP of one square. Batches: heads x (Sq, D) x (D, Skv), heads x (Sq, Skv) x
+    (Skv, D), and squares. A bias: one projection and one FFN GEMM. On a GPU a GEMM of a long K."""
+    n, tokens = SKEW[kind], BATCHED_TOKENS[kind]
+    shapes = [(round(n * r), round(n / r)) for r in SKEW_BY[kind]]
+    out = [gemm(f"skew.{rows}x{columns}", rows, columns, n, dtype=dtype) for rows, columns in shapes]
+    batch, edge = BATCHED_SQUARES[kind]
+    heads = {"dtype": dtype, "batch": spec.heads, "op": "bmm"}
+    out += [
+        gemm("batched.qk", tokens, tokens, spec.head_size, "NT", **heads),  # keys are stored (Skv, D)
+        gemm("batched.av", tokens, spec.head_size, tokens, **heads),
+        gemm("batched.square", edge, edge, edge, dtype=dtype, batch=batch, op="bmm"),
+    ]
+    named = {g.name: (g.m, g.n, g.k) for g in gemms(spec)}
+    out += [gemm(f"addmm.{x}", *named[x], "NT", dtype, op="addmm") for x in ("self_attn.q", "ffn.linear1")]
+    if kind in LONG_K:
+        out.append(gemm("long_k", *LONG_K[kind], dtype=dtype))
     return out
 
 
+def epilogue_cases(dtype: str, spec: Spec) -> list[Case]:
+    """The FFN's first GEMM with bias and GELU in one call, and in two. Its weight is stored (N, K), as a Linear's is."""
+    g = next(g for g in gemms(spec) if g.name == "ffn.linear1")
+    return [
+        gemm(f"epilogue.{op}", g.m, g.n, g.k, "NT", dtype, op=op, role="pair", of=g.name) for op in ("unfused", "fused")
+    ]
+
+
+def reduced_cases(kind: str, dtype: str, roof: tuple[int, int, int, str]) -> list[Case]:
+    """The roof's GEMM and the long K once more, with the library free to round partial sums to the dtype."""
+    shapes = {"reduced.roof": roof, "reduced.long_k": (*LONG_K.get(kind, LONG_K["gpu"]), "NN")}
+    out = [gemm(name, *shape, dtype, reduced_precision=True) for name, shape in shapes.items()]
+    why = "the switch is that of a GPU's library; torch has none for a CPU"
+    return out if kind == "gpu" else [replace(case, skipped=why) for case in out]
+
+
 def coarse(kind: str, dtype: str, spec: Spec) -> list[Case]:
-    """First round of the roof search: everything of `cases`, and other shapes."""
-    listed = [(c.params["m"], c.params["n"], c.params["k"]) for c in cases(kind, dtype, spec)]
+    """First round of the roof search: squares, each distinct GEMM of the workload, and other shapes."""
+    listed = [(n, n, n) for n in SQUARES[kind]] + [(g.m, g.n, g.k) for g in gemms(spec)]
     shapes = sorted(dict.fromkeys([*listed, *OTHER_SHAPES[kind]]), key=lambda shape: shape[0] < SMALL_M)
     return [search_case(*shape, "NN", dtype, 0) for shape in shapes]
 
@@ -101,40 +150,119 @@ class Pools:
 
     def __init__(self, torch: Any, device: str, dtype: str, elements: int):
         element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-        self.torch, self.elements = torch, elements
+        self.torch, self.elements, self.device = torch, elements, device
         self.a, self.b = (normal(torch, elements, element, device) for _ in range(2))
         self.c = torch.empty(elements, dtype=element, device=device)
 
-    def prepare(self, case: Case, backend: str) -> Prepared:
+    def prepare(self, case: Case, library: str) -> Prepared:
+        """The case on views of the pools. `library`: what multiplies, for the record."""
         if case.skipped:
             return Prepared(case)
-        m, n, k, layout, dtype = (case.params[x] for x in ("m", "n", "k", "layout", "dtype"))
         if largest_operand(case) > self.elements:
             why = f"an operand has {largest_operand(case)} elements, memory is planned for {self.elements}"
             return Prepared(replace(case, skipped=why))
-        a = self.a[: m * k].view(m, k) if layout[0] == "N" else self.a[: m * k].view(k, m).t()
-        b = self.b[: k * n].view(k, n) if layout[1] == "N" else self.b[: k * n].view(n, k).t()
-        c = self.c[: m * n].view(m, n)
+        m, n, k, layout, dtype = (case.params[x] for x in ("m", "n", "k", "layout", "dtype"))
+        batch, op, torch = case.params.get("batch", 1), case.params.get("op", "mm"), self.torch
+        a, b, c = view(self.a, batch, m, k, layout[0]), view(self.b, batch, k, n, layout[1]), view(self.c, batch, m, n)
+        bias = torch.randn(n, device=self.device).to(c.dtype) if op in WITH_BIAS else None
+        if op in ("fused", "unfused"):
+            return self._epilogue(case, library, a, b, bias, c)
+        split = case.params.get("reduced_precision", False)
+
+        def call(_: int) -> None:
+            if op == "addmm":
+                torch.addmm(bias, a, b, out=c)
+            else:
+                (torch.bmm if op == "bmm" else torch.mm)(a, b, out=c)
+
+        def check(_: int, full: bool) -> dict[str, Any]:
+            if op == "bmm":
+                return batched_error(torch, a, b, c, dtype, full)
+            return gemm_error(torch, a, b, c, dtype, full, bias, split)
+
         return Prepared(
             case,
-            call=lambda _: self.torch.mm(a, b, out=c),
+            call=reduced_precision(torch, dtype, call) if split else call,
             poison=lambda: c.fill_(math.nan),
-            check=lambda _, full: gemm_error(self.torch, a, b, c, dtype, full),
-            backend=backend,
+            check=check,
+            backend=f"torch.{op}, {library}",
         )
 
+    def _epilogue(self, case: Case, library: str, a: Any, b: Any, bias: Any, c: Any) -> Prepared:
+        """GELU(A B + bias) in one call or in two. oneDNN's fused call returns an output of its own."""
+        torch, op, dtype = self.torch, case.params["op"], case.params["dtype"]
+        h = self.c[c.numel() : 2 * c.numel()].view(c.shape)
+        latest = [c]
 
-def blas_backend(torch: Any, kind: str) -> str:
-    """torch.mm and the library it is set to prefer; torch does not tell which one a call used."""
+        def unfused(_: int) -> None:
+            torch.addmm(bias, a, b, out=h)
+            torch.ops.aten.gelu.out(h, approximate="tanh", out=c)
+
+        def fused_gpu(_: int) -> None:
+            torch._addmm_activation(bias, a, b, use_gelu=True, out=c)
+
+        def fused_cpu(_: int) -> None:
+            latest[0] = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "gelu", [], "tanh")
+
+        def check(_: int, full: bool) -> dict[str, Any]:
+            torch.addmm(bias, a, b, out=h)
+            return gelu_error(torch, a, b, bias, h, latest[0], dtype, full)
+
+        calls = {
+            "unfused": (unfused, f"torch.addmm, then gelu, {library}"),
+            "fused": (fused_cpu, "oneDNN linear with a GELU post-op")
+            if self.device == "cpu"
+            else (fused_gpu, f"torch._addmm_activation, {library}"),
+        }
+        return Prepared(case, calls[op][0], lambda: latest[0].fill_(math.nan), check, calls[op][1])
+
+
+def view(pool: Any, batch: int, rows: int, columns: int, stored: str = "N") -> Any:
+    """A (rows, columns) matrix, or a batch of them, at the pool's beginning; T: stored transposed."""
+    flat = pool[: batch * rows * columns]
+    out = flat.view(batch, rows, columns) if stored == "N" else flat.view(batch, columns, rows).transpose(1, 2)
+    return out if batch > 1 else out[0]
+
+
+def reduced_precision(torch: Any, dtype: str, call: Callable[[int], None]) -> Callable[[int], None]:
+    """The call with the reduced-precision reduction of its dtype allowed, for that call alone."""
+    switches, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
+
+    def switched(turn: int) -> None:
+        setattr(switches, name, True)
+        try:
+            call(turn)
+        finally:
+            setattr(switches, name, False)
+
+    return switched
+
+
+def blas_library(torch: Any, kind: str) -> str:
+    """The library that torch is set to prefer; torch does not tell which one a call used."""
     if kind == "cpu":
-        return f"torch.mm, oneDNN {'enabled' if torch.backends.mkldnn.is_available() else 'not built in'}"
+        return f"oneDNN {'enabled' if torch.backends.mkldnn.is_available() else 'not built in'}"
     name = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2]
     if torch.version.hip:
         name = {"Cublas": "hipBLAS", "Cublaslt": "hipBLASLt"}.get(name, name)
-    return f"torch.mm, preferred BLAS {name}"
+    return f"preferred BLAS {name}"
 
 
-def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) -> tuple[list[Record], str]:
+def no_fused_call(torch: Any, kind: str) -> str | None:
+    """Why this torch cannot run bias and GELU in a GEMM's epilogue; None where it can.
+
+    On a CPU that is oneDNN's post-op, which compiled models use; torch._addmm_activation there is two steps.
+    """
+    if kind == "gpu":
+        return None if hasattr(torch, "_addmm_activation") else "this torch has no GEMM with a GELU epilogue"
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return None
+    return (
+        "this torch has no GEMM with a GELU epilogue for a CPU: oneDNN, or its linear with a post-op, is not built in"
+    )
+
+
+def search(session: Session, pools: Pools, first: Sequence[Case], library: str) -> tuple[list[Record], str]:
     """Coarse to fine: measure `first`, then neighbours of the best three, until a round gains < 0.5 % or time is up.
 
     Returns what was measured and why it ended.
@@ -146,7 +274,7 @@ def search(session: Session, pools: Pools, first: Sequence[Case], backend: str) 
             if done and session.clock() - began > session.budget.search_s:
                 return done, f"stopped in round {step} after {session.budget.search_s:g} s, its share of the budget"
             session.progress(f"roof search, round {step}, shape {number + 1} of {len(todo)}", always=number == 0)
-            if case.flop <= limit_flop and (record := session.quick_rate(pools.prepare(case, backend))):
+            if case.flop <= limit_flop and (record := session.quick_rate(pools.prepare(case, library))):
                 done.append(record)
                 limit_flop = max(map(rate, done)) * session.budget.search_s / 40
         top = max(map(rate, done), default=0.0)
@@ -207,35 +335,39 @@ def probes(session: Session, probe: native.Native, cores: Sequence[int]) -> list
 
 
 def measure(session: Session, machine: Machine, spec: Spec) -> None:
-    """Warm-up, anchors, roof search, then all rows and the fresh roof in blocks. Records go through `session`."""
+    """Warm-up, anchors, roof search, then all rows and the fresh roof in blocks, and the epilogue's pairs."""
     torch, kind, dtype = machine.torch, machine.kind, machine.dtype
     if kind == "gpu":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    backend = blas_backend(torch, kind)
-    first, rows = coarse(kind, dtype, spec), cases(kind, dtype, spec)
+    library = blas_library(torch, kind)
+    first, rows, pair = coarse(kind, dtype, spec), cases(kind, dtype, spec), epilogue_cases(dtype, spec)
     reserve = 2 * ANCHOR_COPY_BYTES[kind] + 4 * 8 * CHUNK  # the anchors, and what a check converts to float64
     affordable = (machine.memory_bytes - reserve) // (5 * ELEMENT_BYTES)  # three pools, and two fifths to spare
     try:
         if affordable <= 0:
             raise RuntimeError(f"{machine.memory_bytes / 2**20:.0f} MiB of memory are too little")
-        pools = Pools(torch, machine.device, dtype, min(affordable, max(map(largest_operand, [*first, *rows]))))
+        largest = max(map(largest_operand, [*first, *rows, *pair]))
+        pools = Pools(torch, machine.device, dtype, min(affordable, largest))
         session.warm_up(machine)
     except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors
-        for case in [*rows, *([Case("peak", {"dtype": dtype}, role="probe")] if kind == "cpu" else [])]:
+        for case in [*rows, *pair, *([Case("peak", {"dtype": dtype}, role="probe")] if kind == "cpu" else [])]:
             session.skip(case, str(exc).splitlines()[0])
         return
     session.anchor()
-    found, ended = search(session, pools, first, backend)
+    found, ended = search(session, pools, first, library)
     session.progress(f"roof search {ended}, {len(found)} shapes")
     session.anchor()
-    items = [pools.prepare(case, backend) for case in rows]
+    side = {case.name for case in side_cases(kind, dtype, spec)}
+    items = [replace(pools.prepare(case, library), share=SIDE_SHARE if case.name in side else 1.0) for case in rows]
     finalists = sorted(found, key=rate, reverse=True)[:REFINE_TOP]
-    right = [r for r in finalists if _is_right(session, pools, r, backend)]
+    right = [r for r in finalists if _is_right(session, pools, r, library)]
     if right:
-        m, n, k, layout = (right[0].params[x] for x in ("m", "n", "k", "layout"))
-        roof = pools.prepare(gemm("roof", m, n, k, layout, dtype, searched=len(found), search_ended=ended), backend)
+        shape = tuple(right[0].params[x] for x in ("m", "n", "k", "layout"))
+        roof = pools.prepare(gemm("roof", *shape, dtype, searched=len(found), search_ended=ended), library)
         items.append(replace(roof, share=ROOF_SHARE))
+        reduced = reduced_cases(kind, dtype, shape)
+        items += [replace(pools.prepare(case, library), share=SIDE_SHARE) for case in reduced]
     if kind == "cpu":
         try:
             with native.load() as probe:
@@ -246,11 +378,17 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     else:
         session.run_blocks(items)
     session.anchor()
+    if why := no_fused_call(torch, kind):
+        session.skip(pair[-1], why)
+    else:
+        session.progress("bias and GELU in one call against two")
+        session.run_pairs([pools.prepare(case, library) for case in pair])
+        session.anchor()
 
 
-def _is_right(session: Session, pools: Pools, found: Record, backend: str) -> bool:
+def _is_right(session: Session, pools: Pools, found: Record, library: str) -> bool:
     """The full float64 check of a finalist of the search, recorded."""
-    item = pools.prepare(Case(found.case, found.params, found.flop, found.bytes_moved, role="search"), backend)
+    item = pools.prepare(Case(found.case, found.params, found.flop, found.bytes_moved, role="search"), library)
     try:
         item.poison()
         item.call(0)
@@ -258,5 +396,5 @@ def _is_right(session: Session, pools: Pools, found: Record, backend: str) -> bo
     except RuntimeError as exc:  # out of memory in the check
         session.skip(item.case, str(exc).splitlines()[0])
         return False
-    session.record(item.case, error=error, backend=backend)
+    session.record(item.case, error=error, backend=item.backend)
     return error["ok"]

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from escher_kernels import native
+from escher_kernels.host import cgroup_dirs, memory
+from escher_kernels.host import text as _text
 from escher_kernels.timing import Case, Machine, Prepared, Session
 from escher_kernels.workload import Spec
 
@@ -41,15 +43,7 @@ BOOT_OPTIONS = re.compile(
     r"\b(?:iommu|amd_iommu|intel_iommu|mitigations|isolcpus|nohz_full|hugepages|hugepagesz|pci"
     r"|numa_balancing|transparent_hugepage|processor\.max_cstate|intel_idle\.max_cstate)=\S+"
 )
-INACTIVE_FILE = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
 SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
 
 
 def _command(*argv: str) -> str | None:
@@ -82,24 +76,6 @@ def quota_cores(cpu_max: str | None, cfs_quota: str | None = None, cfs_period: s
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """This process's control group for `controller` and its ancestors, deepest first, v2 and v1."""
-    out = []
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        if names == "":
-            bases = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
-        elif controller in names.split(","):
-            bases = [root / "sys/fs/cgroup" / names, root / "sys/fs/cgroup" / controller]
-        else:
-            continue
-        for base in bases:
-            group = base / path.strip("/")
-            out += [p for p in [group, *group.parents] if p == base or base in p.parents]
-    return out
-
-
 @dataclass(frozen=True)
 class CpuAllowance:
     """Which logical CPUs this process computes on, and why. `cores`: one a physical core, at most the quota."""
@@ -127,7 +103,7 @@ def cpu_allowance(root: Path = Path("/"), affinity: list[int] | None = None) -> 
             cores.append(cpu)
     quotas = [
         q
-        for group in _cgroup_dirs(root, "cpu")
+        for group in cgroup_dirs(root, "cpu")
         if (
             q := quota_cores(
                 _text(group / "cpu.max"), _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
@@ -140,34 +116,6 @@ def cpu_allowance(root: Path = Path("/"), affinity: list[int] | None = None) -> 
         cores = cores[: max(1, math.floor(quota))]
         why += f", control-group quota {quota:g} cores: {len(cores)} used"
     return CpuAllowance(affinity, cores, quota, why)
-
-
-def memory(root: Path = Path("/")) -> dict[str, Any]:
-    """Bytes of memory: of the host, the tightest control group's limit, what is usable, and what bounds it.
-
-    `usable_bytes` = min(available on the host, limit - used in that group without file cache that can be dropped).
-    """
-    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.M))
-    total = int(meminfo["MemTotal"]) * 1024 if "MemTotal" in meminfo else None
-    available = int(meminfo["MemAvailable"]) * 1024 if "MemAvailable" in meminfo else None
-    out = {"total_bytes": total, "available_bytes": available, "limit_bytes": None, "bounded_by": "host"}
-    usable = available
-    for group in _cgroup_dirs(root, "memory"):
-        for limit_file, used_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _text(group / limit_file), _text(group / used_file)
-            if not limit or not limit.isdigit() or (total and int(limit) >= total):
-                continue
-            droppable = max(map(int, INACTIVE_FILE.findall(_text(group / "memory.stat") or "")), default=0)
-            in_use = max(0, int(used) - droppable) if used and used.isdigit() else 0
-            left = max(0, int(limit) - in_use)
-            if out["limit_bytes"] is None or int(limit) < out["limit_bytes"]:
-                out["limit_bytes"] = int(limit)
-            if usable is None or left < usable:
-                usable, out["bounded_by"] = left, f"control group {group}"
-    return {**out, "usable_bytes": usable}
 
 
 def caches(cpus: list[int], root: Path = Path("/")) -> list[dict[str, Any]]:

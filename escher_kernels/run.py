@@ -29,7 +29,11 @@ class Settings:
     target: str = "auto"
     device: str = "auto"
     budget: str = "standard"
-    workload: str = "escher_14b_480p"
+    workload: str = workload.DEFAULT
+    depth: int | None = None  # None: as the workload has it, and as the host can run it
+    tokens: int | None = None
+    window: int | None = None
+    reference_model: str | None = None  # an id of configs/reference_video_models.json: its workload is run
     report_config: str | None = None  # path of another report_config.json
 
     def to_json(self) -> dict[str, Any]:
@@ -45,6 +49,14 @@ class Settings:
         out = cls(**data)
         if out.budget not in BUDGETS:
             raise ValueError(f"unknown budget {out.budget!r}; known: {', '.join(BUDGETS)}")
+        for name in ("depth", "tokens", "window"):
+            value = getattr(out, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{name} is {value!r}; expected a whole number")
+        if out.reference_model is not None and out.workload != workload.DEFAULT:
+            raise ValueError(
+                f"reference_model {out.reference_model!r} brings its own workload; leave workload {out.workload!r} out"
+            )
         return out
 
 
@@ -85,8 +97,20 @@ def plan(settings: Settings) -> Plan:
     config = targets.load_config(Path(settings.report_config) if settings.report_config else None)
     found = targets.detect(settings.device)
     selection = targets.resolve(settings.target, found, config)
-    spec = workload.load(settings.workload)
-    return Plan(settings, found, selection, workload.derive_for_cpu(spec) if found.kind == "cpu" else spec, config)
+    return Plan(settings, found, selection, spec_for(settings, found), config)
+
+
+def spec_for(settings: Settings, found: targets.Found) -> workload.Spec:
+    """The one spec of a run: the workload or reference model asked for, the user's sizes, what the host can run."""
+    model = settings.reference_model
+    spec = workload.load(settings.workload if model is None else workload.of_reference_model(model))
+    asked = {"depth": settings.depth, "query_tokens": settings.tokens, "window_tokens": settings.window}
+    spec = workload.overridden(spec, settings.depth, settings.tokens, settings.window)
+    fixed = [name for name, value in asked.items() if value is not None]
+    if found.kind == "cpu":  # a control group may allow less than the host has; what is free changes, the limit does not
+        limit = environment.memory()["limit_bytes"]
+        return workload.fit(spec, "cpu", min(filter(None, (found.total_memory_bytes, limit))), fixed)
+    return workload.fit(spec, "gpu", found.total_memory_bytes, fixed)
 
 
 def environment_of(found: targets.Found, config: targets.Config) -> dict[str, Any]:
@@ -138,6 +162,16 @@ def machine_for(plan: Plan, torch: Any) -> Machine:
     return Machine(torch, "gpu", "cuda", dtype, properties.total_memory, llc, (), llc_assumed=not known)
 
 
+def _same(path: Path, what: str, planned: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ValueError where a run that exists was planned for another device or workload."""
+    differs = next((k for k in here if planned.get(k) != here[k]), None)
+    if differs is not None:
+        raise ValueError(
+            f"{path} was made for another {what}: its {differs} is {planned.get(differs)!r}, here it is "
+            f"{here[differs]!r}; measure into a new run"
+        )
+
+
 def measure_family(
     family: str,
     run_dir: Path,
@@ -155,6 +189,7 @@ def measure_family(
     """
     if family not in families():
         raise ValueError(f"unknown family {family!r}; known: {', '.join(families())}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its profiler, which tells what ran, writes lines of its own
     import torch
 
     progress = progress or Progress(family)
@@ -165,12 +200,14 @@ def measure_family(
             f"the run's profile is {profile.get('key')}, this process finds {selected.key if selected else 'no profile'}"
         )
     known_as = Path(run_dir) / "run.json"
-    if known_as.exists() and (planned := read_json(known_as)["target"]["found"]) != (here := chosen.found.to_json()):
-        differs = next(k for k in here if planned.get(k) != here[k])
-        raise ValueError(
-            f"{known_as} was made for another device: its {differs} is {planned.get(differs)!r}, here it is "
-            f"{here[differs]!r}; measure into a new run"
-        )
+    if known_as.exists():
+        info = read_json(known_as)
+        try:
+            planned_for, planned_work = info["target"]["found"], info["workload"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{known_as}: target or workload is missing; measure into a new run") from None
+        _same(known_as, "device", planned_for, chosen.found.to_json())
+        _same(known_as, "workload", planned_work, chosen.spec.to_json())
     env_path = Path(run_dir) / "env.json"
     if not env_path.exists():  # before this process binds itself to fewer CPUs
         write_json_atomic(env_path, environment_of(chosen.found, chosen.config))

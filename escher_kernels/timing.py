@@ -10,6 +10,7 @@ Torch appears only as the object a caller hands in, so every rule here is tested
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
@@ -66,6 +67,16 @@ class Machine:
     numa_nodes: int = 1
     llc_assumed: bool = False  # nothing told the size of the last-level caches
 
+    def free_bytes(self) -> int:
+        """Memory that is free now on a GPU; on a host, or where the driver does not tell, what there was at the start."""
+        if self.kind == "cpu":
+            return self.memory_bytes
+        try:
+            free, total = self.torch.cuda.mem_get_info()
+        except RuntimeError:  # some containers refuse it
+            return self.memory_bytes
+        return free if 0 <= free <= total else self.memory_bytes
+
 
 @dataclass(frozen=True)
 class Case:
@@ -100,6 +111,9 @@ class Prepared:
     samples: int = 0
     share: float = 1.0  # of a case's time in a block; more for a row that others are judged by
     threads: int | None = None  # that the call can use, where fewer than the session's
+    per_block: int | None = None  # samples of a block, where the family fixes them
+    limit_s: float | None = None  # time the case may take, where the budget's is not meant for it
+    inside: Callable[[], Any] = contextlib.nullcontext  # a context that its calls run in, opened once a block
     blocks: frozenset[int] = frozenset()
     flags: tuple[str, ...] = ()
     turn: int = 0
@@ -376,7 +390,8 @@ class Session:
         if item.sampler:
             samples, case = item.sampler()
         else:
-            samples, flags = self.timer.samples(item.call, item.turn, item.samples, item.calls)
+            with item.inside():
+                samples, flags = self.timer.samples(item.call, item.turn, item.samples, item.calls)
             item.turn += item.samples * item.calls
             if self.timer.kind == "cpu" and min(samples) < CPU_MIN_SAMPLE_S:  # it ran faster than its estimate
                 item.next_calls = self.timer.calls_for(min(samples) / item.calls)
@@ -396,6 +411,7 @@ class Session:
 
     def _ready(self, item: Prepared, full_check: bool, limit_s: float) -> bool:
         """One untimed call on poisoned outputs, checked, and sized. False (with a record) where it cannot be timed."""
+        limit_s = item.limit_s or limit_s
         if item.case.skipped:
             self.skip(item.case, item.case.skipped)
             return False
@@ -406,7 +422,8 @@ class Session:
             return False  # before the first call: an emulated dtype can make one last minutes
         try:
             item.poison()
-            item.call(0)
+            with item.inside():
+                item.call(0)
             self.timer.synchronize()
             item.error = item.check(0, full_check) if item.check else None
         except RuntimeError as exc:  # out of memory, no kernel for the dtype, ...
@@ -417,7 +434,8 @@ class Session:
                 self.record(item.case, error=item.error, backend=item.backend)
             if not item.error["ok"]:
                 return False
-        call_s = self.estimate(item.call, 1)
+        with item.inside():
+            call_s = self.estimate(item.call, 1)
         item.turn = 2
         item.calls = 1 if item.sampler else self.timer.calls_for(call_s)
         sample_s = call_s * item.calls
@@ -429,7 +447,7 @@ class Session:
         if fitting < total:
             item.flags = (*item.flags, "INSUFFICIENT")
         most = min(MAX_SAMPLES_PER_BLOCK, max(1, self.timer.max_enqueued // item.calls))
-        item.samples = min(most, max(1, int(self.budget.block_s * item.share / sample_s)))
+        item.samples = item.per_block or min(most, max(1, int(self.budget.block_s * item.share / sample_s)))
         return True
 
     def _too_long(self, item: Prepared, sample_s: float, limit_s: float) -> bool:

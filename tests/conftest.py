@@ -11,13 +11,61 @@ import pytest
 
 from escher_kernels import METHOD, targets
 from escher_kernels.records import Record, RecordFile, Run
+from escher_kernels.timing import BUDGETS, Case, Machine, Prepared
 from validation import config as configuration
 from validation import derive
 
 SAMPLES = Path(__file__).with_name("sample_runs")
+SMALL_TOC = """format: jb-book
+root: index
+parts:
+  - caption: Results
+    chapters:
+      - file: notebooks/00_environment
+      - file: notebooks/01_compute
+      - file: notebooks/02_bandwidth
+  - caption: Reference
+    chapters:
+      - file: notebooks/methodology
+      - file: glossary
+"""
 CPU = targets.Found("cpu", "Some CPU", "x86_64", 2, 2**34)
 MI355X = targets.Found("rocm", "AMD Instinct MI355X", "gfx950", 256, 309220868096, 2.4e9, count=8)
 UNKNOWN_GPU = targets.Found("rocm", "AMD Instinct MI999X", "gfx999", 512, 2**39)
+
+
+class RecordingSession:
+    """Stands in for `timing.Session`: keeps what a family asks for, in `steps` in order, and times nothing."""
+
+    def __init__(self, budget: str = "quick"):
+        self.budget = BUDGETS[budget]
+        self.steps: list[str] = []
+        self.blocks: list[Prepared] = []
+        self.paired: list[Prepared] = []
+        self.skipped: list[tuple[str, str]] = []
+        self.written: list[tuple[Case, dict[str, Any]]] = []
+
+    def progress(self, *_: Any, **__: Any) -> None: ...
+
+    def warm_up(self, machine: Machine) -> None:
+        self.steps.append("warm-up")
+
+    def anchor(self) -> None:
+        self.steps.append("anchor")
+
+    def run_blocks(self, items: list[Prepared]) -> None:
+        self.steps.append("blocks")
+        self.blocks += items
+
+    def run_pairs(self, items: list[Prepared]) -> None:
+        self.steps.append("pairs")
+        self.paired += items
+
+    def record(self, case: Case, **fields: Any) -> None:
+        self.written.append((case, fields))
+
+    def skip(self, case: Case, reason: str) -> None:
+        self.skipped.append((case.name, reason))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,21 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from escher_kernels import METHOD, bandwidth, checks, compute, environment, targets, timing, workload  # noqa: E402
+from paper_model import Paper, patches  # noqa: E402
+
+from escher_kernels import (  # noqa: E402
+    METHOD,
+    bandwidth,
+    capacity,
+    checks,
+    compute,
+    e2e,
+    environment,
+    ops,
+    targets,
+    timing,
+    workload,
+)
 from escher_kernels.records import SCHEMA, Record, Run, Writer, write_json_atomic  # noqa: E402
 from escher_kernels.run import Settings, records_path  # noqa: E402
 from escher_kernels.timing import BUDGETS, Case, GpuTimer, Machine, Prepared, Session  # noqa: E402
@@ -40,8 +54,11 @@ STARTED = {
     "environment": "2026-01-01T00:00:02+00:00",
     "compute": "2026-01-01T00:00:20+00:00",
     "bandwidth": "2026-01-01T00:02:41+00:00",
+    "capacity": "2026-01-01T00:04:18+00:00",
+    "ops": "2026-01-01T00:04:51+00:00",
+    "e2e": "2026-01-01T00:07:40+00:00",
 }
-SECONDS = {"environment": 17.2, "compute": 140.6, "bandwidth": 96.3}
+SECONDS = {"environment": 17.2, "compute": 140.6, "bandwidth": 96.3, "capacity": 32.8, "ops": 168.4, "e2e": 214.9}
 PYTHON = "3.12.11"
 SAMPLES_PER_BLOCK = 8  # kept of what the protocol takes: the file is committed
 LAUNCH_S, EMPTY_PAIR_S = 4.5e-6, 3.1e-6
@@ -54,27 +71,49 @@ FOUND = targets.Found(
 # --------------------------------------------------------------------------------------------- a device on paper
 
 
+COLD_BYTES_S = {"copy": 5.92e12, "mul": 5.88e12, "add": 5.71e12, "triad": 5.69e12, "sum": 6.38e12, "fill": 5.47e12}
+HOST_BYTES_S = {"pinned": {"host_to_device": 56.8e9, "device_to_host": 57.4e9},
+                "pageable": {"host_to_device": 18.3e9, "device_to_host": 15.1e9}}  # fmt: skip
+HOST_LAUNCH_S = 11e-6
+
+
 def gemm_s(params: dict[str, Any]) -> float:
-    """Seconds of a GEMM: launch + max(arithmetic on whole waves of tiles, bytes). About 1550 TFLOP/s at best."""
+    """Seconds of a GEMM: launch + max(arithmetic on whole waves of tiles, bytes). About 1550 TFLOP/s at best.
+
+    A batch fills waves with all its tiles. A bias costs a little of each tile, GELU in the same call a little more, and
+    in a call of its own a launch and two streams. Where few tiles sum a long K, K is split over idle units.
+    """
     m, n, k = (params[x] for x in "mnk")
+    batch, op = params.get("batch", 1), params.get("op", "mm")
     steps = min(k, 12288)  # a longer sum gains no more
     layout = {"NN": 1.0, "NT": 0.985, "TN": 1.012}[params.get("layout", "NN")]
     arithmetic = math.inf
     for edge, speed in ((256, 1.0), (128, 0.84), (64, 0.52), (32, 0.25)):
-        tiles = math.ceil(m / edge) * math.ceil(n / edge)
+        tiles = batch * math.ceil(m / edge) * math.ceil(n / edge)
+        if tiles * 4 <= FOUND.compute_units and k >= 32768:
+            tiles *= FOUND.compute_units // tiles
+            k_of_tile = k * batch * math.ceil(m / edge) * math.ceil(n / edge) / tiles
+        else:
+            k_of_tile = k
         on_each = math.ceil(tiles / FOUND.compute_units)
-        done = on_each * FOUND.compute_units * edge * edge * k * 2  # FLOP of whole waves, idle units included
+        done = on_each * FOUND.compute_units * edge * edge * k_of_tile * 2  # FLOP of whole waves, idle units included
         arithmetic = min(arithmetic, done / (1.61e15 * speed * layout * steps / (steps + 300)))
     droop = 1 + 0.045 * min(1.0, m * n * k / 16384**3)  # a long GEMM reaches the power limit
-    return LAUNCH_S + max(arithmetic * droop, 2 * (m * k + k * n + m * n) / 5.6e12)
-
-
-COLD_BYTES_S = {"copy": 5.92e12, "mul": 5.88e12, "add": 5.71e12, "triad": 5.69e12, "sum": 6.38e12, "fill": 5.47e12}
+    epilogue = {"mm": 1.0, "bmm": 1.0, "addmm": 1.006, "unfused": 1.006, "fused": 1.021}[op]
+    split = 0.985 if params.get("reduced_precision") and k >= 32768 else 1.0
+    bytes_s = 2 * batch * (m * k + k * n + m * n) / 5.6e12
+    gelu_s = LAUNCH_S + 4 * m * n / COLD_BYTES_S["mul"] if op == "unfused" else 0.0
+    return LAUNCH_S + max(arithmetic * droop * epilogue * split, bytes_s) + gelu_s
 
 
 def stream_s(case: Case) -> float:
     """Seconds of a bandwidth case: launch + bytes over HBM, or warm over the L2, the Infinity Cache, then HBM."""
-    rate = COLD_BYTES_S[case.params["op"]]
+    op = case.params["op"]
+    if op == "strided":  # every second element: half of each line is unused; down columns: lines are shared by a tile
+        return LAUNCH_S + case.bytes_moved / (3.1e12 if case.params["stride_bytes"] == 8 else 2.2e12)
+    if op in bandwidth.HOST_OPS.values():
+        return HOST_LAUNCH_S + case.bytes_moved / HOST_BYTES_S[case.params["memory"]][op]
+    rate = COLD_BYTES_S[op]
     if case.cache == "warm":
         working_set = 2 * case.params["buffer_bytes"]
         l2, infinity = 32 * 2**20, 256 * 2**20
@@ -128,24 +167,32 @@ class PaperPools:
     def __init__(self, torch: Any, device: str, dtype: str, elements: int):
         self.elements, self.noise = elements, random.Random(SEED + 1)
 
-    def prepare(self, case: Case, backend: str) -> Prepared:
+    def prepare(self, case: Case, library: str) -> Prepared:
         if case.skipped:
             return Prepared(case)
         if compute.largest_operand(case) > self.elements:
             return Prepared(replace(case, skipped=f"an operand is larger than the planned {self.elements} elements"))
+        op = case.params.get("op", "mm")
+        call = {"fused": "_addmm_activation", "unfused": "addmm, then gelu"}.get(op, op)
         return Prepared(
-            case, call=lambda _: gemm_s(case.params), check=lambda _, full: self.error(case, full), backend=backend
-        )
+            case, call=lambda _: gemm_s(case.params), check=lambda _, full: self.error(case, full),
+            backend=f"torch.{call}, {library}",
+        )  # fmt: skip
 
     def error(self, case: Case, full: bool) -> dict[str, Any]:
-        """What `checks.gemm_error` says of a BF16 GEMM whose only error is the rounding of its output."""
-        u = checks.UNIT_ROUNDOFF[case.params["dtype"]]
+        """What `checks` says of a BF16 GEMM whose only error is the rounding of its output, and of partial sums where the
+        library may round those."""
+        u, op = checks.UNIT_ROUNDOFF[case.params["dtype"]], case.params.get("op", "mm")
+        split = case.params.get("reduced_precision", False)
+        limit = u * (checks.SPLIT if split else 2 if op in ("fused", "unfused") else 1)
+        larger = 1.9 if split and case.params["k"] >= 32768 else 1.0
         out = {"check": "freivalds", "freivalds_ratio": short(0.28 + 0.1 * self.noise.random()), "ok": True}
         if full:
+            batch = case.params.get("batch", 1)
             out |= {
-                "check": "full", "rows_checked": min(checks.CHECK_ROWS, case.params["m"]),
-                "elementwise_ratio": short(0.97 + 0.02 * self.noise.random()),
-                "rel_frobenius": short(u * (0.423 + 0.004 * self.noise.random())), "rel_frobenius_limit": u,
+                "check": "full", "rows_checked": batch * min(max(1, checks.CHECK_ROWS // batch), case.params["m"]),
+                "elementwise_ratio": short((0.97 + 0.02 * self.noise.random()) * u / limit * larger),
+                "rel_frobenius": short(u * (0.423 + 0.004 * self.noise.random()) * larger), "rel_frobenius_limit": limit,
             }  # fmt: skip
         return out
 
@@ -159,7 +206,10 @@ class PaperBuffers:
     def prepare(self, item: Case) -> Prepared:
         if item.skipped:
             return Prepared(item)
-        op, size = bandwidth.OPS[item.params["op"]], item.params["buffer_bytes"]
+        size = item.params["buffer_bytes"]
+        if item.params["op"] not in bandwidth.OPS:
+            return self.beside(item, size)
+        op = bandwidth.OPS[item.params["op"]]
         needed = math.ceil(bandwidth.COLD_FACTOR * self.llc_bytes / (max(1, op.reads + op.writes) * size)) + 1
         sets = 1 if item.cache == "warm" else min(self.size // size, max(1, needed))
         checked = 3 * min(size // bandwidth.ELEMENT_BYTES, 2**20 // 3)
@@ -169,6 +219,18 @@ class PaperBuffers:
             call=lambda _: stream_s(item),
             check=lambda *_: bandwidth.checked(ratio, checked),
             backend=f"torch {item.params['op']}",
+            threads=1,
+        )
+
+    def beside(self, item: Case, size: int) -> Prepared:
+        """A strided copy, rotated until what is useful outgrows the caches, or one between host and device."""
+        strided = item.params["op"] == "strided"
+        sets = math.ceil(bandwidth.COLD_FACTOR * self.llc_bytes / item.bytes_moved) + 1 if strided else 1
+        return Prepared(
+            replace(item, params={**item.params, "operand_sets": sets}),
+            call=lambda _: stream_s(item),
+            check=lambda *_: bandwidth.checked(0.0, size // bandwidth.ELEMENT_BYTES),
+            backend="torch copy_ of a strided view" if strided else f"torch copy_, {item.params['memory']} memory",
             threads=1,
         )
 
@@ -203,7 +265,10 @@ def measure_environment(session: Session, machine: Machine, spec: workload.Spec)
     ])  # fmt: skip
 
 
-MEASURE = {"environment": measure_environment, "compute": compute.measure, "bandwidth": bandwidth.measure}
+MEASURE = {
+    "environment": measure_environment, "compute": compute.measure, "bandwidth": bandwidth.measure,
+    "capacity": capacity.measure, "ops": ops.measure, "e2e": e2e.measure,
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -211,8 +276,10 @@ def on_paper() -> Iterator[None]:
     with (
         mock.patch.object(timing, "anchors", paper_anchors),
         mock.patch.object(compute, "Pools", PaperPools),
-        mock.patch.object(compute, "blas_backend", lambda torch, kind: "torch.mm, preferred BLAS hipBLASLt"),
+        mock.patch.object(compute, "blas_library", lambda torch, kind: "preferred BLAS hipBLASLt"),
+        mock.patch.object(compute, "no_fused_call", lambda torch, kind: None),
         mock.patch.object(bandwidth, "Buffers", PaperBuffers),
+        patches(Paper(gemm_s, COLD_BYTES_S["copy"], LAUNCH_S, SEED + 3), FOUND.total_memory_bytes),
     ):
         yield
 
@@ -286,7 +353,10 @@ def generate(directory: Path) -> None:
     selection = targets.resolve(settings.target, FOUND, config)
     profile = selection.found_profile
     machine = Machine(
-        SimpleNamespace(backends=mock.MagicMock()), "gpu", "cuda", profile.compute_dtype, FOUND.total_memory_bytes,
+        SimpleNamespace(
+            backends=mock.MagicMock(), bfloat16="bf16", float16="fp16", no_grad=contextlib.nullcontext,
+            cuda=SimpleNamespace(synchronize=lambda: None),
+        ), "gpu", "cuda", profile.compute_dtype, FOUND.total_memory_bytes,
         profile.llc_bytes, (),
     )  # fmt: skip
     target = {"found": FOUND.to_json(), **selection.to_json()}
@@ -337,7 +407,7 @@ def generate(directory: Path) -> None:
 
 def measure_cpu(directory: Path) -> None:
     """Run `escher run --budget quick` on this host and keep its raw part without names and paths of the machine."""
-    arguments = ["run", "--device", "cpu", "--budget", "quick"]
+    arguments = ["run", "--device", "cpu", "--budget", "quick", "--families", " ".join(MEASURE)]
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "escher_book.cli", *arguments, "--results-dir", results]
         made = Path(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.strip())

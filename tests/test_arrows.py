@@ -77,6 +77,10 @@ def imported_on_load(path: Path) -> set[str]:
     return found
 
 
+def names_of_code(code: str) -> set[str]:
+    return {name for node in ast.walk(ast.parse(code)) for name in names_of(node, "")}
+
+
 def roots(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
@@ -147,7 +151,7 @@ def test_reading_needs_no_torch(without_torch):
     modules = [
         "escher_kernels.run", "escher_kernels.targets", "escher_kernels.workload", "escher_kernels.__main__",
         *(f"escher_kernels.{f}" for f in FAMILIES), "validation.derive", "escher_book.report", "escher_book.notebook",
-        "escher_book.cli", "escher_book.charts", "escher_book.findings",
+        "escher_book.cli", "escher_book.charts", "escher_book.findings", *(f"escher_book.pages.{f}" for f in FAMILIES),
     ]  # fmt: skip
     code = (
         "import importlib, sys\n"
@@ -155,7 +159,7 @@ def test_reading_needs_no_torch(without_torch):
         f"for name in {modules!r}: importlib.import_module(name)\n"
         "assert 'torch' not in sys.modules\n"
         "from escher_kernels import workload\n"
-        "print(len(workload.gemms(workload.derive_for_cpu(workload.load()))))"
+        "print(len(workload.gemms(workload.load())))"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], env=without_torch, cwd="/", capture_output=True, text=True, timeout=60
@@ -252,6 +256,29 @@ def test_a_family_has_its_module(family):
     assert not [c.name for c in classes if c.bases]  # flat: no base class
     assert f'collect("{family}", ' in "".join(map(source, cells(FAMILIES[family])))
     assert (TEST_ROOT / "tests" / f"test_{family}.py").is_file()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_its_page(family):
+    """Its module says what the page finds; the notebook shows that and takes no other family's page."""
+    page = importlib.import_module(f"escher_book.pages.{family}")
+    assert list(inspect.signature(page.finding).parameters) == ["run"]
+    code = "\n".join(source(c) for c in cells(FAMILIES[family]) if c["cell_type"] == "code")
+    taken = {name for name in names_of_code(code) if name.startswith("escher_book.pages")}
+    assert taken == {"escher_book.pages", f"escher_book.pages.{family}"}
+    called = set(re.findall(r"\bpage\.(\w+)\(run\)", code))
+    assert "finding" in called and all(callable(getattr(page, name)) for name in called)
+    shown = {
+        n for n, f in vars(page).items() if inspect.isfunction(f) and f.__module__ == page.__name__ and n[0] != "_"
+    }
+    assert all(inspect.getdoc(getattr(page, name)) for name in shown)
+    others = {f"escher_book.pages.{other}" for other in FAMILIES if other != family}
+    assert not imports(TEST_ROOT / "escher_book" / "pages" / f"{family}.py") & others
+
+
+def test_the_pages_are_the_families():
+    pages = {p.stem for p in (TEST_ROOT / "escher_book" / "pages").glob("*.py")}
+    assert pages - {"__init__"} == set(FAMILIES)
 
 
 def test_the_registry_is_the_notebooks():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import RecordingSession
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,12 +18,15 @@ from escher_kernels.bandwidth import (
     case,
     cases,
     error,
+    host_cases,
+    needs_spare,
     pairs,
     plateau_sizes,
     size_name,
+    strided_cases,
     sum_error,
 )
-from escher_kernels.timing import BUDGETS, Case, Machine
+from escher_kernels.timing import Machine
 
 MIB, GIB = 2**20, 2**30
 STREAMS = {"copy": 2, "mul": 2, "add": 3, "triad": 3, "sum": 1, "fill": 1}  # STREAM's and BabelStream's counting
@@ -102,11 +106,39 @@ def test_rows(host, quick):
     plateau = plateau_sizes(*host)
     assert len({c.name for c in rows}) == len(rows)
     assert [c.name for c in rows if c.params.get("plateau")] == [f"{o}.{size_name(s)}" for s in plateau for o in OPS]
+    beside = [c for c in rows if c.params["op"] not in OPS]
+    assert beside == [*strided_cases(), *host_cases(host[0], plateau[-1])]
+    assert not any("plateau" in c.params for c in beside)
+    rows = [c for c in rows if c not in beside]
     curve = [c.params["buffer_bytes"] for c in rows if c.cache == "warm"]
     assert curve == sorted(curve) and curve[0] == 128 * 1024 and plateau[-1] / 8 < curve[-1] <= plateau[-1]
     assert {c.cache for c in rows} == {"cold", "warm"}
     assert all(c.params["buffer_bytes"] < plateau[0] for c in rows if c.cache == "cold" and "plateau" not in c.params)
     assert all(c.bytes_moved == STREAMS[c.params["op"]] * c.params["buffer_bytes"] for c in rows)
+
+
+def test_a_strided_copy_declares_what_is_useful():
+    two, pitch = strided_cases()
+    assert (two.name, pitch.name) == ("strided.2", "strided.pitch")
+    assert two.params["span_bytes"] == 2 * two.params["buffer_bytes"] and two.bytes_moved == 128 * MIB
+    assert pitch.params["span_bytes"] == pitch.params["buffer_bytes"] and pitch.bytes_moved == 256 * MIB
+    assert {c.cache for c in (two, pitch)} == {"cold"} and two.params["stride_bytes"] == 8
+
+
+def test_host_copies_of_a_cpu_are_one_row_with_the_reason():
+    [row] = host_cases("cpu", 8 * GIB)
+    assert row.skipped == "a CPU host has no device to copy to"
+
+
+@given(st.integers(64, 65536))
+def test_host_copies_of_a_gpu(largest_mib):
+    rows = host_cases("gpu", largest_mib * MIB)
+    sizes = [s for s in (64, 256, 1024) if s <= largest_mib]
+    assert [c.name for c in rows] == [
+        f"host.{way}.{memory}.{size}MiB"
+        for way in ("to_device", "from_device") for memory in ("pinned", "pageable") for size in sizes
+    ]  # fmt: skip
+    assert all(c.bytes_moved == c.params["buffer_bytes"] and c.cache is None for c in rows)  # what crosses, once
 
 
 @pytest.mark.parametrize(("size", "name"), [(128 * 1024, "128KiB"), (MIB, "1MiB"), (18 * GIB, "18432MiB")])
@@ -117,39 +149,73 @@ def test_size_name(size, name):
 # ---- cold and warm ----
 
 
-def without_memory(size, llc):
+def without_memory(size, llc, spare=False):
     """Buffers whose tensors have shapes and no storage."""
     out = Buffers.__new__(Buffers)
     out.torch, out.llc_bytes, out.threads, out.local_bytes, out._local = torch, llc, 2, None, {}
     out.a, out.b, out.c = (torch.empty(size // 4, device="meta") for _ in range(3))
+    out.spare = torch.empty(size // 4 if spare else 0, device="meta")
     return out
 
 
 def touched_bytes(buffers, row):
-    """Bytes a case goes through before it comes back to its first operand: each distinct stretch once."""
-    op, stretches = OPS[row.params["op"]], set()
-    for a, b, c in buffers.views(row):
-        for name, x in [("a", a), ("b", b)][: op.reads] + [("c", c)][: op.writes]:
-            stretches.add((name, x.storage_offset(), len(x)))
-    return sum(length * 4 for _, _, length in stretches)
+    """Bytes a case goes through before it comes back to its first operand: each distinct stretch once.
+
+    Of a strided copy, what it uses.
+    """
+    stretches = set()
+    if row.params["op"] == "strided":
+        sets = [[("a", a), ("c", c)] for a, c in buffers.strided_sets(row)]
+    else:
+        op = OPS[row.params["op"]]
+        sets = [[("a", a), ("b", b)][: op.reads] + [("c", c)][: op.writes] for a, b, c in buffers.views(row)]
+    for name, x in (operand for operands in sets for operand in operands):
+        stretches.add((name, id(x._base), x.storage_offset(), x.numel()))
+    return sum(length * 4 for *_, length in stretches)
+
+
+def planned(host):
+    return without_memory(plateau_sizes(*host)[-1], host[2], needs_spare(*host))
+
+
+def streams(row):
+    return STREAMS.get(row.params["op"], 2)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_cold_row_goes_through_more_than_four_times_the_caches(host):
-    buffers = without_memory(plateau_sizes(*host)[-1], host[2])
+    buffers = planned(host)
     for row in cases(*host):
-        if row.cache == "warm":
+        if row.cache != "cold":
             continue
         touched = touched_bytes(buffers, row)
-        if STREAMS[row.params["op"]] > 1:
-            assert touched > 4 * host[2], row.name
-        else:
-            # one stream: three quarters of the largest buffer hold it once; sum goes through both operand buffers
-            assert touched >= 3 * host[2], row.name
-            if row.params["op"] == "sum":
-                read = {(x._base is buffers.a, x.storage_offset()) for x, _, _ in buffers.views(row)}
-                assert len(read) == len(buffers.views(row)) > 1
-        assert touched >= STREAMS[row.params["op"]] * row.params["buffer_bytes"]
+        assert touched > 4 * host[2], row.name
+        assert touched >= streams(row) * row.params["buffer_bytes"]
+        if row.params["op"] == "sum":  # it goes through both operand buffers
+            read = {(x._base is buffers.a, x.storage_offset()) for x, _, _ in buffers.views(row)}
+            assert len(read) == len(buffers.views(row)) > 1
+
+
+@given(hosts)
+def test_fill_goes_through_more_than_four_times_the_caches_of_any_host(host):
+    buffers = planned(host)
+    for size in plateau_sizes(*host):
+        views = [c for _, _, c in buffers.views(case("fill", size, plateau=True))]
+        assert sum(len(c) * 4 for c in views) > 4 * host[2]
+        assert len({(id(c._base), c.storage_offset()) for c in views}) == len(views)
+    if host[0] == "gpu" and host[1] >= 64 * GIB or host[2] < 96 * MIB:
+        assert len(buffers.spare) == 0  # no memory is taken where one set is more than enough
+
+
+def test_strided_sets_do_not_overlap():
+    buffers = planned(("cpu", 64 * GIB, 300 * MIB))
+    for row in strided_cases():
+        for which in (0, 1):
+            at = [(id(x[which]._base), x[which].storage_offset()) for x in buffers.strided_sets(row)]
+            assert len(set(at)) == len(at) > 1
+        source, target = buffers.strided_sets(row)[-1]
+        assert source.shape == target.shape and target.is_contiguous()
+        assert source.stride()[-1] * 4 == row.params["stride_bytes"]
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -292,6 +358,63 @@ def test_a_case_known_not_to_fit_is_left_alone(buffers):
     assert item.call is None and item.case.skipped == "too big"
 
 
+@pytest.fixture
+def small_strides(monkeypatch):
+    monkeypatch.setattr(bandwidth, "STRIDED_BYTES", SIZE // 4)
+    monkeypatch.setattr(bandwidth, "ROW_PITCH", 128)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_strided_set_is_poisoned_run_and_checked(buffers, small_strides, number):
+    item = buffers.prepare(strided_cases()[number])
+    sets = item.case.params["operand_sets"]
+    assert sets > 1 and item.threads == (4 if number == 0 else 1)
+    item.poison()
+    assert not any(item.check(turn, False)["ok"] for turn in range(sets))
+    for turn in range(sets + 1):
+        item.call(turn)
+        found = item.check(turn, True)
+        assert found["ok"] and found["elements_checked"] * 4 == item.case.params["buffer_bytes"]
+    source, target = buffers.strided_sets(item.case)[0]
+    flat, step = buffers.a[: source.numel() * (2 if number == 0 else 1)], 2 if number == 0 else 128
+    expected = flat[::step] if number == 0 else torch.cat([flat[i::step] for i in range(step)])
+    assert torch.equal(target.reshape(-1), expected)
+    target.view(-1)[-1] = 0
+    assert not item.check(0, False)["ok"]
+
+
+def test_a_strided_copy_without_room_says_so(buffers):
+    assert "smaller than 128MiB" in buffers.prepare(strided_cases()[0]).case.skipped
+
+
+@pytest.mark.parametrize("op", ["host_to_device", "device_to_host"])
+def test_copies_between_host_and_device_are_checked_whole(op, monkeypatch):
+    """With the CPU as the device: what is copied where, and that every element counts."""
+    monkeypatch.setattr(bandwidth, "HOST_SIZES", (SIZE // 2, SIZE))
+    own = Buffers(torch, "cpu", SIZE, LLC)
+    kept = own.a.clone()
+    for row in (c for c in host_cases("gpu", SIZE) if c.params["op"] == op and c.params["memory"] == "pageable"):
+        item = own.prepare(row)
+        source, target = own.host_pair(row)
+        assert target.numel() * 4 == row.bytes_moved and abs(float(source.std()) - 1) < 0.05
+        item.poison()
+        assert not item.check(0, True)["ok"]
+        item.call(0)
+        assert item.check(0, True)["ok"] and torch.equal(source, target)
+        target[-1] = target[-1] + 1
+        assert not item.check(0, False)["ok"]
+    assert torch.equal(own.a, kept)
+
+
+def test_memory_that_cannot_be_pinned_is_a_reason(buffers, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("cannot pin\nmore")
+
+    monkeypatch.setattr(buffers, "host_pair", refuse)
+    item = buffers.prepare(host_cases("gpu", GIB)[0])
+    assert item.case.skipped == "cannot pin" and item.call is None
+
+
 class Memmove:
     """Stands in for the C copies; `broken` copies all but the last byte."""
 
@@ -323,39 +446,20 @@ def test_the_three_copies_share_buffers_and_are_checked(buffers):
 # ---- the family ----
 
 
-class Recorder:
-    budget = BUDGETS["quick"]
-
-    def __init__(self):
-        self.steps, self.blocks, self.paired, self.skipped = [], [], [], []
-
-    def progress(self, *_, **__): ...
-
-    def warm_up(self, machine):
-        self.steps.append("warm-up")
-
-    def anchor(self):
-        self.steps.append("anchor")
-
-    def run_blocks(self, items):
-        self.steps.append("blocks")
-        self.blocks = items
-
-    def run_pairs(self, items):
-        self.steps.append("pairs")
-        self.paired = items
-
-    def skip(self, case: Case, reason: str):
-        self.skipped.append((case.name, reason))
-
-
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", 2 * GIB), ("cpu", 0)])
 def test_too_little_memory_is_a_reason_for_each_row(kind, memory):
-    session = Recorder()
+    session = RecordingSession()
     bandwidth.measure(session, Machine(None, kind, kind, "bf16", memory, 36 * MIB, (0,)), None)
     assert session.steps == []
     assert {n for n, _ in session.skipped} == {c.name for c in cases(kind, memory, 36 * MIB, quick=True)}
-    assert all("three buffers of 512MiB do not fit 60 % of" in why for _, why in session.skipped)
+    others = {n: why for n, why in session.skipped if "three buffers of 512MiB do not fit 60 % of" not in why}
+    assert others == {"host.to_device": "a CPU host has no device to copy to"}
+
+
+def test_a_spare_buffer_counts(monkeypatch):
+    session = RecordingSession()
+    bandwidth.measure(session, Machine(None, "cpu", "cpu", "bf16", 4 * GIB, 256 * MIB, (0,)), None)
+    assert session.steps == [] and any("four buffers of 1024MiB do not fit" in why for _, why in session.skipped)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
@@ -374,7 +478,7 @@ def test_what_is_run_in_which_order(monkeypatch, kind, compiler):
 
     monkeypatch.setattr(native, "load", load)
     monkeypatch.setattr(bandwidth, "plateau_sizes", lambda *_: [MIB, 2 * MIB, 3 * MIB])
-    session = Recorder()
+    session = RecordingSession()
     bandwidth.measure(session, Machine(torch, kind, "cpu", "bf16", GIB, LLC, (0, 1)), None)
     expected = ["warm-up", "anchor", "blocks", "anchor"]
     if kind == "cpu":
@@ -382,4 +486,8 @@ def test_what_is_run_in_which_order(monkeypatch, kind, compiler):
         assert len(session.paired) == (3 if compiler else 0)
     assert session.steps == expected
     assert session.skipped == ([("stream.plain", "no C compiler")] if kind == "cpu" and not compiler else [])
-    assert {i.case.params["op"] for i in session.blocks} == set(OPS)
+    plain = [i for i in session.blocks if i.case.params["op"] in OPS]
+    assert {i.case.params["op"] for i in plain} == set(OPS) and {i.share for i in plain} == {1.0}
+    others = {i.case.name: i for i in session.blocks if i not in plain}
+    assert set(others) == {c.name for c in cases(kind, GIB, LLC) if c.params["op"] not in OPS}
+    assert all(i.share == 0.5 for i in others.values())

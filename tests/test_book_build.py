@@ -10,6 +10,7 @@ from pathlib import Path
 import browser_helpers
 import nbformat
 import pytest
+from conftest import SMALL_TOC
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from escher_book import sphinx_ext, vega
@@ -100,9 +101,8 @@ def book(folder: Path, watermark: bool = False, extra_html: str = "") -> tuple[P
     """Sources of a book of four pages and one that did not run; returns what `stage` wants."""
     source = folder / "source"
     (source / "notebooks").mkdir(parents=True)
-    for name in ("_config.yml", "_toc.yml"):
-        shutil.copy(ROOT / name, source)
-    toc = (source / "_toc.yml").read_text(encoding="utf-8")
+    shutil.copy(ROOT / "_config.yml", source)
+    (source / "_toc.yml").write_text(SMALL_TOC, encoding="utf-8")
     (source / "notebooks/methodology.md").write_text(
         "# Method\n\nBandwidth is $b = \\frac{n}{t}$ for $n$ bytes.\n\n"
         "$$\nt = \\max\\left(\\frac{F}{P}, \\frac{B}{W}\\right)\n$$ (eq:theory)\n\n"
@@ -158,7 +158,6 @@ def book(folder: Path, watermark: bool = False, extra_html: str = "") -> tuple[P
         "Accelerator report", "escher-mi355x-20250101-000000", "A & B", "SYNTHETIC" if watermark else "", note
     )
     generated = {"index.md": INTRO, "glossary.md": "# Glossary\n\nMFU\n: achieved over peak; bandwidth too.\n"}
-    assert "notebooks/02_bandwidth" in toc
     return source, pages, generated, meta
 
 

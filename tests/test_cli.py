@@ -335,3 +335,55 @@ def test_a_hostile_kernelspec_does_not_win(tmp_path, monkeypatch):
     assert dict(os.environ) == before and list(run_dir.iterdir()) == [run_dir / "notebooks"]
     made = nbformat.read(run_dir / "notebooks" / "00_environment.ipynb", as_version=4)
     assert made.cells[-1].outputs[0].text.strip() == sys.executable
+
+
+# --------------------------------------------------------------------------------------------- workloads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--depth", "0"], ["--depth", "0", "escher run --help"]),
+        (["--depth", "-1"], ["--depth"]),
+        (["--depth", "two"], ["--depth", "two"]),
+        (["--tokens", "1.5"], ["--tokens", "1.5"]),
+        (["--window", "0"], ["--window"]),
+        (["--tokens", "391"], ["escher_14b_480p", "query_tokens is 391", "a multiple of 3"]),
+        (["--window", "1000"], ["escher_14b_480p", "window_tokens is 1000", "a multiple of query_tokens (4680)"]),
+        (["--workload", "wan2_2_ti2v_5b", "--window", "1000"], ["window_tokens is 1000", "without a cache", "equal"]),
+        (["--reference-model", "nope"], ["unknown reference model 'nope'", "escher_14b", "wan2_2_ti2v_5b"]),
+        (["--workload", "smoke", "--reference-model", "escher_14b"], ["escher_14b", "leave workload 'smoke' out"]),
+        (["--depth", "1000000"], ["depth 1000000", "GiB", "choose a smaller DEPTH, TOKENS or workload"]),
+        (["--depth", "99999999"], ["depth is 99999999", "from 1 to 10000000"]),
+        (["--workload", "reference_video_models"], ["reference_video_models.json", "unknown key 'schema'"]),
+    ],
+    ids=lambda v: " ".join(v)[:40],
+)
+def test_a_workload_that_cannot_be(tmp_path, arguments, words):
+    done = escher(*MEASURE, *arguments, environ={"RESULTS_DIR": str(tmp_path / "results")})
+    assert_one_line_error(done, *words)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_file_that_derives_wrongly_leaves_no_run(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "derived_from": "smoke", "depth": 1}', "utf-8")
+    done = escher(*MEASURE, "--workload", path, "--results-dir", tmp_path / "results")
+    assert_one_line_error(done, "mine.json", "derived_from is 'smoke'", "escher_14b_480p")
+    assert not (tmp_path / "results").exists()
+
+
+def plan(*arguments: object) -> dict:
+    command = [sys.executable, "-m", "escher_kernels", "plan", "--device", "cpu", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["workload"]
+
+
+def test_the_workload_that_is_planned(tmp_path):
+    spec = plan("--reference-model", "wan2_2_ti2v_5b", "--depth", 1, "--tokens", 78)
+    assert (spec["name"], spec["depth"], spec["query_tokens"], spec["window_tokens"]) == ("wan2_2_ti2v_5b", 1, 78, 78)
+    path = tmp_path / "mine ü.json"
+    path.write_text('{"name": "mine", "title": "Mine", "derived_from": "wan2_2_t2v_a14b", "depth": 7}', "utf-8")
+    spec = plan("--workload", path)
+    assert (spec["name"], spec["title"], spec["depth"], spec["full"]["depth"]) == ("mine", "Mine", 1, 7)

@@ -8,17 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import RecordingSession
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from escher_kernels import compute, native, workload
+from escher_kernels import checks, compute, native, workload
+from escher_kernels.checks import batched_error, gelu_error
 from escher_kernels.compute import Pools, coarse, gemm, gemm_error, largest_operand, rate, refine, search, search_case
 from escher_kernels.records import Record
 from escher_kernels.timing import BUDGETS, Machine, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ESCHER = workload.load()
-SMALL = workload.derive_for_cpu(ESCHER)
+SMALL = workload.fit(ESCHER, "cpu", 2**35)
 SHAPES = [(64, 64, 64), (128, 96, 512), (257, 129, 65), (3, 640, 512), (300, 40, 2), (33, 1, 130), (2, 70, 192)]
 
 
@@ -128,7 +130,7 @@ def test_every_mutant_is_seen_somewhere_by_both_checks():
 
 
 def test_pieces_of_the_check_cover_the_whole_output(monkeypatch):
-    monkeypatch.setattr(compute, "CHUNK", 700)  # several pieces in each direction, and ragged ones
+    monkeypatch.setattr(checks, "CHUNK", 700)  # several pieces in each direction, and ragged ones
     a, b = operands(61, 53, 47, "bf16")
     c = right(a, b)
     assert gemm_error(torch, a, b, c, "bf16", True)["ok"]
@@ -149,6 +151,131 @@ def test_figures_of_a_result_that_is_not_finite_are_null(bad):
     assert all(math.isfinite(v) for v in found.values() if isinstance(v, float))
 
 
+# ---- batches, biases, GELU, and partial sums that are rounded ----
+
+
+def batches(count, m, n, k, dtype):
+    pairs = [operands(m, n, k, dtype, seed) for seed in range(count)]
+    return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 3, 300])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_batch_is_right_only_if_each_of_its_products_is(dtype, count, full):
+    torch.manual_seed(0)
+    a, b = batches(count, 40, 24, 32, dtype)
+    c = right(a, b)
+    found = batched_error(torch, a, b, c, dtype, full)
+    assert found["ok"] and found["freivalds_ratio"] <= 1
+    if full:
+        assert found["rows_checked"] == count * min(40, max(1, 256 // count))
+    for name in ("zeros", "half of K dropped", "one element unwritten", "one row is its neighbour"):
+        bad = c.clone()
+        bad[-1] = MUTANTS[name][0](a[-1], b[-1])
+        assert not batched_error(torch, a, b, bad, dtype, full)["ok"], name
+    swapped = c[torch.arange(count - 1, -1, -1)]
+    assert batched_error(torch, a, b, swapped, dtype, full)["ok"] == (count == 1)
+
+
+def test_figures_of_a_batch_with_a_poisoned_product_are_null():
+    a, b = batches(3, 8, 8, 8, "bf16")
+    c = right(a, b)
+    c[1] = math.nan
+    found = batched_error(torch, a, b, c, "bf16", True)
+    assert not found["ok"] and found["freivalds_ratio"] is None and "elementwise_ratio" in found["not_finite"]
+    assert all(math.isfinite(v) for v in found.values() if isinstance(v, float))
+
+
+def bias_of(n, dtype, seed=7):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(DTYPES[dtype])
+
+
+def with_bias(a, b, bias):
+    return (a.double() @ b.double() + bias.double()).to(a.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 96, 512), (257, 129, 65), (3, 640, 512)])
+def test_a_bias_is_checked(dtype, shape):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        a, b = operands(*shape, dtype, seed)
+        bias = bias_of(shape[1], dtype, seed)
+        for full in (True, False):
+            assert gemm_error(torch, a, b, with_bias(a, b, bias), dtype, full, bias)["ok"]
+        for wrong in (right(a, b), with_bias(a, b, 2 * bias), with_bias(a, b, bias.roll(1)), with_bias(a, b, -bias)):
+            assert not gemm_error(torch, a, b, wrong, dtype, True, bias)["ok"]
+
+
+def gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+# h is what GELU takes, rounded or not
+GELU_RIGHT = {
+    "one rounding": lambda x, h: gelu(x),
+    "what GELU takes is rounded as well": lambda x, h: gelu(h),
+    "the exact GELU": lambda x, h: torch.nn.functional.gelu(x),
+}
+GELU_WRONG = {
+    "ReLU": lambda x, h: torch.relu(x),
+    "no GELU": lambda x, h: x,
+    "GELU twice": lambda x, h: gelu(gelu(x)),
+    "one element unwritten": lambda x, h: gelu(x).index_fill(1, torch.tensor([x.shape[1] - 1]), math.nan),
+    "sigmoid instead of the factor": lambda x, h: x * torch.sigmoid(x),
+    "one row is its neighbour": lambda x, h: torch.cat([gelu(x[1:2]), gelu(x[1:])]),
+    "GELU without the bias": lambda x, h: gelu(x - 1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 96, 512), (300, 129, 65), (5, 640, 128)])
+@pytest.mark.parametrize("full", [True, False])
+def test_bias_and_gelu_are_checked(dtype, shape, full):
+    torch.manual_seed(0)
+    a, b = operands(*shape, dtype)
+    bias = bias_of(shape[1], dtype)
+    x = a.double() @ b.double() + bias.double()
+    h = x.to(a.dtype)
+    for name, make in GELU_RIGHT.items():
+        found = gelu_error(torch, a, b, bias, h, make(x, h.double()).to(a.dtype), dtype, full)
+        assert found["ok"], (name, found)
+        assert found["check"] == ("full" if full else "freivalds") and found["elementwise_ratio"] <= 1
+    for name, make in GELU_WRONG.items():
+        found = gelu_error(torch, a, b, bias, h, make(x, h.double()).to(a.dtype), dtype, full)
+        assert not found["ok"], name
+        assert all(math.isfinite(v) for v in found.values() if isinstance(v, float))
+    for wrong in (right(a, b), right(a[:, : shape[2] // 2], b[: shape[2] // 2])):  # what GELU takes is wrong itself
+        found = gelu_error(torch, a, b, bias, wrong, gelu(wrong.double()).to(a.dtype), dtype, True)
+        assert not found["ok"]
+
+
+def split_sums(a, b, parts):
+    """A sum over K in parts, each rounded to the dtype, and so is what they add up to, step by step."""
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype)
+    for i in range(parts):
+        k = slice(i * a.shape[1] // parts, (i + 1) * a.shape[1] // parts)
+        out = (out.double() + right(a[:, k], b[k]).double()).to(a.dtype)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [4, 16, 64])
+def test_rounded_partial_sums_pass_only_where_they_are_allowed(dtype, parts):
+    torch.manual_seed(0)
+    a, b = operands(300, 200, 2048, dtype)
+    c = split_sums(a, b, parts)
+    assert not gemm_error(torch, a, b, c, dtype, True)["ok"]
+    for full in (True, False):
+        assert gemm_error(torch, a, b, c, dtype, full, split=True)["ok"]
+    assert gemm_error(torch, a, b, right(a, b), dtype, True, split=True)["ok"]
+    for name in ("zeros", "half of K dropped", "one element unwritten", "two rows swapped", "columns of the neighbour"):
+        assert not gemm_error(torch, a, b, MUTANTS[name][0](a, b), dtype, True, split=True)["ok"], name
+    dropped = right(a[:, : 2048 * 63 // 64], b[: 2048 * 63 // 64])
+    assert not gemm_error(torch, a, b, dropped, dtype, True, split=True)["ok"]
+
+
 # ---- cases ----
 
 
@@ -157,6 +284,12 @@ def test_a_case_declares_its_work():
     assert (c.flop, c.bytes_moved, c.role) == (210, 2 * (21 + 35 + 15), "case")
     assert gemm("x", 2**17, 2**17, 2**17).flop == 2**52
     assert largest_operand(gemm("x", 3, 50, 7)) == 350
+    batch = gemm("x", 3, 5, 7, batch=4, op="bmm")
+    assert (batch.flop, batch.bytes_moved, largest_operand(batch)) == (840, 4 * c.bytes_moved, 4 * 35)
+    moved = {op: gemm("x", 3, 5, 7, op=op).bytes_moved - c.bytes_moved for op in ("addmm", "fused", "unfused")}
+    assert moved == {"addmm": 10, "fused": 10, "unfused": 10 + 2 * 2 * 15}  # a bias; GELU's input written and read
+    assert {gemm("x", 3, 5, 7, op=op).flop for op in moved} == {210}
+    assert largest_operand(gemm("x", 30, 50, 7, op="fused")) == 2 * 1500  # its check keeps what GELU takes
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("gpu", ESCHER), ("cpu", SMALL)])
@@ -166,10 +299,99 @@ def test_squares_and_every_gemm_of_the_workload(kind, spec):
     assert {(g.m, g.n, g.k) for g in workload.gemms(spec)} <= shapes
     assert any(s not in {(n, n, n) for n in compute.SQUARES[kind]} and math.log2(s[0]) % 1 for s in shapes)
     assert all(c.role == "search" and c.params["round"] == 0 for c in coarse(kind, "bf16", spec))
+    searched = [tuple(c.params[x] for x in "mnk") for c in coarse(kind, "bf16", spec)]
+    assert len(set(searched)) == len(searched)  # a shape is searched once, however many names it has
     rows = compute.cases(kind, "bf16", spec)
-    named = [n for c in rows for n in (c.name, *c.params.get("also", []))]
-    assert sorted(n for n in named if "square" not in n) == sorted(g.name for g in workload.gemms(spec))
+    side = {c.name for c in compute.side_cases(kind, "bf16", spec)}
+    named = [(c.name, *(c.params[x] for x in "mnk")) for c in rows if c.name not in side and "square" not in c.name]
+    assert named == [(g.name, g.m, g.n, g.k) for g in workload.gemms(spec)]  # each name has a row of its own
     assert all(c.params["dtype"] == "bf16" for c in rows) and len({c.name for c in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("gpu", ESCHER), ("cpu", SMALL)])
+def test_what_stands_beside_the_squares(kind, spec):
+    side = {c.name: c for c in compute.side_cases(kind, "fp16", spec)}
+    skewed = [c for name, c in side.items() if name.startswith("skew.")]
+    n = compute.SKEW[kind]
+    assert {c.flop for c in skewed} == {2 * n**3} and {c.params["k"] for c in skewed} == {n}
+    ratios = [c.params["m"] / n for c in skewed]
+    assert ratios == sorted(ratios) and (ratios[0], ratios[-1]) == (1 / 16, 16) and 1 in ratios
+    assert [n / c.params["n"] for c in skewed] == ratios
+    tokens = compute.BATCHED_TOKENS[kind]
+    qk, av = (side[f"batched.{x}"] for x in ("qk", "av"))
+    assert qk.flop == av.flop == 2 * spec.heads * tokens**2 * spec.head_size and qk.params["batch"] == spec.heads
+    square = side["batched.square"].params
+    assert square["m"] == square["n"] == square["k"] and square["batch"] > 1
+    of = {g.name: g for g in workload.gemms(spec)}
+    for name in ("self_attn.q", "ffn.linear1"):
+        assert [side[f"addmm.{name}"].params[x] for x in "mnk"] == [getattr(of[name], x) for x in "mnk"]
+    assert ("long_k" in side) == (kind == "gpu")
+    assert all(c.params["dtype"] == "fp16" and c.role == "case" for c in side.values())
+    pair = compute.epilogue_cases("fp16", spec)
+    assert [c.name for c in pair] == ["epilogue.unfused", "epilogue.fused"] and {c.role for c in pair} == {"pair"}
+    assert {c.flop for c in pair} == {of["ffn.linear1"].flop}
+    limit = max(largest_operand(gemm("x", s, s, s)) for s in compute.SQUARES["gpu"])
+    assert kind == "cpu" or all(largest_operand(c) <= limit for c in [*side.values(), *pair])  # no more memory
+
+
+def test_reduced_precision_is_a_labelled_row_of_a_gpu():
+    roof = (64, 128, 256, "TN")
+    rows = compute.reduced_cases("gpu", "bf16", roof)
+    assert [c.name for c in rows] == ["reduced.roof", "reduced.long_k"]
+    assert all(c.params["reduced_precision"] and not c.skipped for c in rows)
+    assert tuple(rows[0].params[x] for x in ("m", "n", "k", "layout")) == roof
+    off = next(c for c in compute.side_cases("gpu", "bf16", ESCHER) if c.name == "long_k")
+    assert [rows[1].params[x] for x in ("m", "n", "k", "layout")] == [off.params[x] for x in ("m", "n", "k", "layout")]
+    assert all("torch has none for a CPU" in c.skipped for c in compute.reduced_cases("cpu", "bf16", roof))
+    everywhere = [
+        *compute.cases("gpu", "bf16", ESCHER),
+        *compute.epilogue_cases("bf16", ESCHER),
+        *coarse("gpu", "bf16", ESCHER),
+    ]
+    assert not any("reduced_precision" in c.params for c in everywhere)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_switch_is_on_during_that_call_alone(dtype):
+    switches = SimpleNamespace(
+        allow_bf16_reduced_precision_reduction=False, allow_fp16_reduced_precision_reduction=False
+    )
+    fake = SimpleNamespace(backends=SimpleNamespace(cuda=SimpleNamespace(matmul=switches)))
+    seen = []
+    call = compute.reduced_precision(fake, dtype, lambda turn: seen.append((turn, dict(vars(switches)))))
+    call(3)
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    assert seen == [(3, {**dict.fromkeys(vars(switches), False), name: True})] and not any(vars(switches).values())
+    with pytest.raises(ZeroDivisionError):
+        compute.reduced_precision(fake, dtype, lambda turn: turn / 0)(1)
+    assert not any(vars(switches).values())
+
+
+def test_only_a_labelled_row_touches_the_switch(monkeypatch):
+    used = []
+    monkeypatch.setattr(compute, "reduced_precision", lambda torch, dtype, call: used.append(dtype) or call)
+    pools = Pools(torch, "cpu", "bf16", 32 * 32)
+    for more in ({}, {"op": "addmm"}, {"op": "unfused"}, {"batch": 2, "op": "bmm"}):
+        pools.prepare(gemm("x", 16, 16, 16, **more), "library")
+    assert used == []
+    pools.prepare(gemm("x", 16, 16, 16, reduced_precision=True), "library")
+    assert used == ["bf16"]
+
+
+def test_a_fused_call_is_there_or_a_reason():
+    def fake(**has):
+        mkldnn = SimpleNamespace(**({"_linear_pointwise": 1} if has.get("linear") else {}))
+        return SimpleNamespace(
+            backends=SimpleNamespace(mkldnn=SimpleNamespace(is_available=lambda: has.get("built", True))),
+            ops=SimpleNamespace(mkldnn=mkldnn), **({"_addmm_activation": 1} if has.get("gpu") else {}),
+        )  # fmt: skip
+
+    assert compute.no_fused_call(fake(gpu=True), "gpu") is None and "GELU epilogue" in compute.no_fused_call(
+        fake(), "gpu"
+    )
+    assert compute.no_fused_call(fake(linear=True), "cpu") is None
+    for without in (fake(), fake(linear=True, built=False), fake(gpu=True)):  # torch's own is two steps on a CPU
+        assert "for a CPU" in compute.no_fused_call(without, "cpu")
 
 
 # ---- operands ----
@@ -204,6 +426,42 @@ def test_every_layout_is_the_same_product(dtype, layout, shape):
     assert gemm_error(torch, a, b, pools.c[: m * n].view(m, n), dtype, True)["ok"]
     pools.c[: m * n].zero_()
     assert not item.check(0, False)["ok"]
+
+
+OPS_OF_POOLS = {
+    "bmm": {"batch": 3, "op": "bmm"}, "addmm": {"op": "addmm"}, "unfused": {"op": "unfused"}, "fused": {"op": "fused"},
+    "mm with reduced sums": {"reduced_precision": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+@pytest.mark.parametrize("op", OPS_OF_POOLS)
+def test_every_op_is_poisoned_called_and_checked(op, layout):
+    if op == "fused" and compute.no_fused_call(torch, "cpu"):
+        pytest.skip(compute.no_fused_call(torch, "cpu"))
+    torch.manual_seed(3)
+    pools = Pools(torch, "cpu", "bf16", 64 * 1024)
+    kept = pools.a.clone(), pools.b.clone()
+    item = pools.prepare(gemm("x", 48, 80, 64, layout, "bf16", **OPS_OF_POOLS[op]), "a library")
+    assert OPS_OF_POOLS[op].get("op", "mm") in item.backend or op in ("fused", "unfused")
+    for _ in range(2):
+        item.poison()
+        for full in (True, False):
+            assert not item.check(0, full)["ok"]
+        item.call(0)
+        for full in (True, False):
+            assert item.check(0, full)["ok"]
+    assert torch.equal(kept[0], pools.a) and torch.equal(kept[1], pools.b)
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+def test_a_batch_is_what_its_layout_says(layout):
+    pools = Pools(torch, "cpu", "bf16", 3 * 32 * 40)
+    item = pools.prepare(gemm("x", 16, 40, 32, layout, batch=3, op="bmm"), "")
+    item.call(0)
+    a, b = pools.a[: 3 * 16 * 32].view(3, 16, 32), pools.b[: 3 * 32 * 40]
+    b = b.view(3, 32, 40) if layout == "NN" else b.view(3, 40, 32).transpose(1, 2)
+    assert batched_error(torch, a, b, pools.c[: 3 * 16 * 40].view(3, 16, 40), "bf16", True)["ok"]
 
 
 def test_a_case_larger_than_the_pool_says_so_and_is_not_called():
@@ -351,32 +609,16 @@ def test_a_rate_is_that_of_the_best_sample_and_never_negative_or_infinite():
 # ---- the family ----
 
 
-class Measuring(Searching):
-    """A session that keeps what it was asked to do."""
+class Measuring(RecordingSession, Searching):
+    """A session whose search runs on made-up rates, and that keeps what it was asked to do."""
 
     def __init__(self, landscape):
-        super().__init__(landscape)
-        self.written, self.blocks, self.steps, self.skipped = [], [], [], []
-
-    def warm_up(self, machine):
-        self.steps.append("warm-up")
-
-    def anchor(self):
-        self.steps.append("anchor")
+        Searching.__init__(self, landscape)
+        RecordingSession.__init__(self, "standard")
 
     def quick_rate(self, item):
         self.steps.append("search")
-        return super().quick_rate(item)
-
-    def run_blocks(self, items):
-        self.steps.append("blocks")
-        self.blocks = items
-
-    def record(self, case, **fields):
-        self.written.append((case, fields))
-
-    def skip(self, case, reason):
-        self.skipped.append((case.name, reason))
+        return Searching.quick_rate(self, item)
 
 
 @pytest.fixture
@@ -384,6 +626,9 @@ def measured(monkeypatch):
     """Run `measure` on tiny shapes of a fake session; `wrong` names the search winner's shapes that fail the check."""
     monkeypatch.setitem(compute.SQUARES, "cpu", (16, 32))
     monkeypatch.setitem(compute.OTHER_SHAPES, "cpu", ((48, 16, 32),))
+    monkeypatch.setitem(compute.SKEW, "cpu", 32)
+    monkeypatch.setitem(compute.BATCHED_TOKENS, "cpu", 16)
+    monkeypatch.setitem(compute.BATCHED_SQUARES, "cpu", (2, 16))
     spec = replace(SMALL, hidden=32, heads=1, head_size=32, ffn=64, query_tokens=8, text_tokens=4, time_frequency=16)
 
     def no_compiler():
@@ -391,11 +636,13 @@ def measured(monkeypatch):
 
     monkeypatch.setattr(native, "load", no_compiler)
 
-    def run(wrong=()):
+    def run(wrong=(), fused=True):
+        if not fused:
+            monkeypatch.setattr(compute, "no_fused_call", lambda *_: "no fused call")
         real = gemm_error
 
-        def judged(t, a, b, c, dtype, full):
-            out = real(t, a, b, c, dtype, full)
+        def judged(t, a, b, c, dtype, full, *more):
+            out = real(t, a, b, c, dtype, full, *more)
             return out | {"ok": False} if full and (a.shape[0], b.shape[1], a.shape[1]) in wrong else out
 
         monkeypatch.setattr(compute, "gemm_error", judged)
@@ -411,7 +658,8 @@ def measured(monkeypatch):
 
 def test_the_roof_is_a_fresh_measurement_of_the_winner(measured):
     session = measured()
-    assert session.steps[:2] == ["warm-up", "anchor"] and session.steps[-3:] == ["anchor", "blocks", "anchor"]
+    steps = [step for step in session.steps if step != "search"]
+    assert steps == ["warm-up", "anchor", "anchor", "blocks", "anchor", "pairs", "anchor"]
     (roof,) = [i for i in session.blocks if i.case.name == "roof"]
     assert [roof.case.params[x] for x in ("m", "n", "k", "layout")] == [48, 16, 32, "NN"]
     assert roof.share == compute.ROOF_SHARE and roof.case.role == "case"
@@ -419,6 +667,19 @@ def test_the_roof_is_a_fresh_measurement_of_the_winner(measured):
     assert session.skipped == [("peak", "no C compiler")]
     finalists = [f["error"] for c, f in session.written if c.role == "search"]
     assert len(finalists) == 3 and all(e["ok"] and e["check"] == "full" for e in finalists)
+
+
+def test_rows_beside_take_less_time_and_the_epilogue_is_a_pair(measured):
+    session = measured()
+    spent = {i.case.name: i.share for i in session.blocks}
+    assert {spent["square.16"], spent["self_attn.q"], spent["self_attn.v"]} == {1.0}
+    assert {spent["batched.qk"], spent["skew.32x32"], spent["addmm.ffn.linear1"]} == {compute.SIDE_SHARE}
+    reduced = {i.case.name: i.case.skipped for i in session.blocks if i.case.name.startswith("reduced.")}
+    assert len(reduced) == 2 and all("none for a CPU" in why for why in reduced.values())
+    assert [i.case.name for i in session.paired] == ["epilogue.unfused", "epilogue.fused"]
+    without = measured(fused=False)
+    assert without.paired == [] and without.skipped[-1] == ("epilogue.fused", "no fused call")
+    assert without.steps[-2:] == ["blocks", "anchor"]
 
 
 def test_a_winner_that_computes_wrongly_is_not_the_roof(measured):

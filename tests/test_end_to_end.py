@@ -28,14 +28,17 @@ from test_cli import ROOT, assert_one_line_error, escher
 from test_report import contents, page_texts
 
 from escher_book import cli, runner, tables
+from escher_book.pages import compute as page_compute
 from escher_kernels import records, targets
-from validation import derive
+from escher_kernels.run import families
+from validation import derive, memory, roofline
 
 pytestmark = pytest.mark.slow
 MEASURE = ("--device", "cpu", "--budget", "quick")
-PROSE = ("glossary.html", "notebooks/methodology.html")
-FAMILIES = ["environment", "compute", "bandwidth"]
-PAGES = {"environment": "00_environment", "compute": "01_compute", "bandwidth": "02_bandwidth"}
+PROSE = ("glossary.html", "notebooks/methodology.html", "notebooks/wan2_2.html")
+PAGES = families()
+FAMILIES = list(PAGES)
+SCRIPTED = ("environment", "compute", "bandwidth")  # of notebooks that end badly
 
 
 def visible_text(page: str) -> str:
@@ -60,7 +63,7 @@ def timed_rows(run: derive.LoadedRun) -> list[derive.Row]:
 def book(tmp_path_factory) -> Path:
     """The run directory of a real `escher book` at budget quick, in a path with a space and an umlaut."""
     root = tmp_path_factory.mktemp("tmp") / "esch er ü"
-    done = escher("book", *MEASURE, "--results-dir", root, timeout=290)
+    done = escher("book", *MEASURE, "--results-dir", root, timeout=900)
     assert done.returncode == 0, done.stderr
     [run_dir] = root.iterdir()
     assert done.stdout.strip() == str(run_dir / "site" / "index.html")
@@ -72,15 +75,34 @@ def test_every_family_was_measured(book):
     run = derive.load(book)
     assert list(run.status) == FAMILIES and {s["status"] for s in run.status.values()} == {"ok"}
     for family in FAMILIES:
+        assert not run.files[family].truncated
         rows = [r for r in derive.rows(run.records(family), run.config) if r.role == "case"]
         assert len(rows) >= 2
+        if family == "capacity":  # amounts, no times
+            continue
         for row in rows:
             assert row.skipped or (row.time_s and row.time_s.samples >= 3 and not row.wrong), row
         assert sum(bool(r.skipped) for r in rows) < len(rows) / 2
-        assert not run.files[family].truncated
     compute, bandwidth = derive.compute(run), derive.bandwidth(run)
     assert compute.roof.flop_s.median > 1e9 and bandwidth.roof.bytes_s.median > 1e8
     assert {r.error["ok"] for r in [compute.roof, *compute.rows, *bandwidth.rows]} == {True}
+
+
+def test_the_workload_is_explained(book):
+    """Capacity, every operation, eager and compiled, and a ledger that adds up."""
+    run = derive.load(book)
+    assert memory.capacity(run).total.bytes >= 2**28
+    ops, e2e = roofline.ops(run), roofline.e2e(run)
+    assert all(r.default.time_s and r.optimized and r.theory_s for r in ops.rows)
+    assert {r.error["ok"] for r in ops.every if r.error} == {True}
+    assert set(e2e.rows) == {"eager", "compiled"} and e2e.counter.drift_frac == 0
+    assert all(e["ok"] for e in e2e.compile_errors) and len(e2e.compile_errors) == 2
+    for mode in e2e.rows:
+        ledger = roofline.ledger(run, mode)
+        assert math.isclose(ledger.floor_s + sum(ledger.parts.values()), ledger.total_s)
+    assert {path.stem.partition("_")[0] for path in book.glob("plots/*.svg")} >= {
+        "A2", "A3", "A3b", "A6", "A7", "A8", "A8b", "A8c", "A10",
+    }  # fmt: skip
 
 
 def test_no_file_holds_a_number_that_is_none(book):
@@ -108,7 +130,7 @@ def test_the_run_directory_holds_what_it_should_and_nothing_temporary(book):
 def test_every_page_in_a_browser_without_a_network(book, scheme):
     report = browser_helpers.check_site(book / "site", scheme)
     assert not report.problems, "\n".join(report.problems)
-    assert set(report.marks) == {"notebooks/01_compute.html", "notebooks/02_bandwidth.html"}
+    assert set(report.marks) == {f"notebooks/{PAGES[f]}.html" for f in FAMILIES if f != "environment"}
     assert all(text for text in report.tooltips.values())
 
 
@@ -140,7 +162,10 @@ def test_charts_draw_every_row_and_show_its_numbers(book):
     run = derive.load(book)
     compute, bandwidth = derive.compute(run), derive.bandwidth(run)
     drawn = {
-        "01_compute": [([compute.roof, *compute.rows], "flop_s", 1e12, "TFLOP/s")],
+        "01_compute": [
+            ([compute.roof, *compute.of("square", "workload")], "flop_s", 1e12, "TFLOP/s"),
+            (compute.of("skew"), "flop_s", 1e12, "TFLOP/s"),
+        ],
         "02_bandwidth": [
             (bandwidth.rows, "bytes_s", 1e9, "GB/s"),
             (bandwidth.cache_curve, "bytes_s", 1e9, "GB/s"),
@@ -170,10 +195,11 @@ def test_charts_draw_every_row_and_show_its_numbers(book):
 def test_tables_show_the_records_numbers(book):
     run = derive.load(book)
     text = visible_text((book / "site" / "notebooks" / "01_compute.html").read_text("utf-8"))
-    for row in [derive.compute(run).roof, *derive.compute(run).rows]:
+    compute, bandwidth = derive.compute(run), derive.bandwidth(run)
+    for row in (r for r in [compute.roof, *compute.rows, *compute.pairs] if r.flop_s):
         assert tables.value(row.flop_s, 1e12) in text and tables.interval(row.flop_s, 1e12) in text
     text = visible_text((book / "site" / "notebooks" / "02_bandwidth.html").read_text("utf-8"))
-    for row in [*derive.bandwidth(run).rows, *derive.bandwidth(run).cache_curve]:
+    for row in [*bandwidth.rows, *bandwidth.strided, *bandwidth.cache_curve]:
         assert tables.value(row.bytes_s, 1e9) in text and tables.interval(row.bytes_s, 1e9) in text
 
 
@@ -220,7 +246,10 @@ def test_no_page_and_no_table_divides_what_was_measured_by_another_devices_peak(
     ratios |= {p.best_flop_s / profile.dense_peak_flop_s["bf16"] for p in derive.compute(run).probes}
     assert len(ratios) > 100
     compute = derive.compute(run)
-    own = {tables.percent(b.frac(r.flop_s)) for b in compute.bases for r in [compute.roof, *compute.rows]}
+    every = [compute.roof, *compute.rows, *compute.pairs]
+    own = {tables.percent(b.frac(r.flop_s)) for b in compute.bases for r in every}
+    for sentence in (page_compute.finding(run), page_compute.shape_cost(run)):  # a row's share of another row
+        own |= set(re.findall(r"[\d.,]+ %", sentence.markdown))
     own |= {"1 %", "5 %"}  # and limits, in sentences
     shown = {tables.number(100 * ratio, digits) for ratio in ratios for digits in (1, 2, 3, 4)}
     pages = page_texts(other_target / "site")
@@ -263,6 +292,7 @@ PARAMETERS = 'run_dir = ""\nreplay = False\nsettings = {}\nprofile = None'
 IMPORTS = """import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from escher_book import findings, notebook, tables
+from escher_book.pages import {family} as page
 FAMILY, SAMPLE = {family!r}, Path({sample!r})
 def header():
     "The sample's header, as one of this run."
@@ -275,9 +305,9 @@ def keep(lines):
     body = "".join([json.dumps(header()) + "\\n", *text[1:lines]])
     (Path(run_dir) / "records" / {records!r}).write_text(body, "utf-8")
 """
-SHOW = "run = notebook.collect(FAMILY, run_dir, True, settings, profile)\ntables.{table}(run)"
+SHOW = "run = notebook.collect(FAMILY, run_dir, True, settings, profile)\npage.{table}(run)"
 HEADINGS = {"environment": "# Environment", "compute": "# BF16 GEMM", "bandwidth": "# Memory bandwidth"}
-TABLES = {"environment": "machine", "compute": "gemms", "bandwidth": "bandwidth_rows"}
+TABLES = {"environment": "machine", "compute": "gemms", "bandwidth": "cold_rows"}
 
 
 @pytest.fixture
@@ -285,7 +315,7 @@ def scripted(tmp_path, monkeypatch) -> Callable[..., None]:
     """`scripted(compute="...")`: notebooks whose measuring cell is the given code; the others keep whole records."""
 
     def write(**measuring: str) -> None:
-        for family, stem in PAGES.items():
+        for family, stem in ((family, PAGES[family]) for family in SCRIPTED):
             head = IMPORTS.format(family=family, sample=str(SAMPLES / "cpu"), records=f"{stem}.jsonl")
             body = measuring.get(family, "keep(None)")
             cells = [
@@ -335,7 +365,8 @@ def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(sc
         compute="keep(60)\nos.kill(os.getpid(), signal.SIGKILL)",
         bandwidth="keep(40)\nraise ValueError('no <buffer> | *x*')",
     )
-    assert exit_status("book", *MEASURE, "--results-dir", tmp_path / "results") == 1
+    chosen = ("--families", " ".join(SCRIPTED))
+    assert exit_status("book", *MEASURE, *chosen, "--results-dir", tmp_path / "results") == 1
     [run_dir] = (tmp_path / "results").iterdir()
     assert "Traceback" not in capsys.readouterr().err
     status = records.read_json(run_dir / "status.json")
@@ -354,7 +385,7 @@ def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(sc
     )
     assert "This notebook failed: ValueError: no <buffer> | *x*. 39 records were kept" in text["notebooks/02_bandwidth"]
     assert "died" in text["index"] and "failed" in text["index"]
-    shown = [r for r in [*derive.compute(run).rows, derive.compute(run).roof] if r and r.flop_s]
+    shown = [r for r in derive.compute(run).of("square") if r.flop_s]
     assert shown and all(tables.value(r.flop_s, 1e12) in text["notebooks/01_compute"] for r in shown)
     assert_none_alive(str(run_dir))
 

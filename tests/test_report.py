@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
+import inspect
 import json
 import os
 import re
@@ -17,7 +19,10 @@ import make_sample
 import pytest
 from conftest import CPU, MI355X, SAMPLES, UNKNOWN_GPU
 
-from escher_book import charts, cli, findings, report, runner, stage, tables, vega
+from escher_book import cli, findings, notebook, report, runner, stage, tables, vega
+from escher_book.pages import bandwidth as page_bandwidth
+from escher_book.pages import compute as page_compute
+from escher_book.pages import environment as page_environment
 from escher_kernels import records
 from escher_kernels.records import Record
 from escher_kernels.statistics import Estimate
@@ -99,7 +104,15 @@ def test_the_generated_device_is_a_plausible_one():
     assert max(by_set, key=by_set.get) == 256 * 2**20  # the Infinity Cache
     rates = [r.flop_s.median for r in compute.rows if r.case.startswith("time_")]
     assert max(rates) < 0.02 * compute.roof.flop_s.median
-    assert not any(r.wrong or r.skipped for r in [*compute.rows, *compute.search, *bandwidth.rows])
+    every = [*compute.rows, *compute.reduced, *compute.pairs, *compute.search, *bandwidth.rows, *bandwidth.strided]
+    assert not any(r.wrong or r.skipped for r in [*every, *bandwidth.host])
+    assert {derive.gemm_group(r) for r in compute.rows} == set(derive.GEMM_GROUPS) - {"reduced", "epilogue"} | {
+        "workload"
+    }
+    assert len(compute.of("workload")) == 13 and len(compute.reduced) == 2 and compute.fused_speedup.lo > 1
+    assert max(r.bytes_s.median for r in bandwidth.strided) < bandwidth.roof.bytes_s.median
+    rate = {r.case: r.bytes_s.median for r in bandwidth.host}
+    assert len(rate) == 12 and rate["host.to_device.pinned.1024MiB"] > 2 * rate["host.to_device.pageable.1024MiB"]
 
 
 # --------------------------------------------------------------------------------------------- numbers as text
@@ -184,11 +197,12 @@ def test_notes_say_why_a_row_is_not_to_be_trusted():
 
 
 def every_table(run: derive.LoadedRun) -> list[tables.Table]:
-    made = [tables.machine(run), tables.software(run), tables.settings(run), tables.checks(run), tables.instrument(run)]
-    made += [tables.gemms(run), tables.roof_search(run), tables.gemm_errors(run), tables.probes(run)]
-    made += [tables.plateaus(run), tables.bandwidth_rows(run), tables.copies(run), tables.cache_curve(run)]
-    made += [tables.bases(run, "compute"), tables.bases(run, "bandwidth")]
-    made += [tables.anchors(run, "compute"), tables.anchors(run, "bandwidth")]
+    """Every table of every page of a family that the run holds."""
+    made = [getattr(tables, name)(run, family) for name in ("bases", "anchors") for family in ("compute", "bandwidth")]
+    for family in run.files:
+        page = importlib.import_module(f"escher_book.pages.{family}")
+        own = [f for f in vars(page).values() if inspect.isfunction(f) and f.__module__ == page.__name__]
+        made += [f(run) for f in own if inspect.get_annotations(f).get("return", "").startswith("Table")]
     return [table for table in made if table is not None]
 
 
@@ -196,20 +210,21 @@ def test_no_table_shows_nan_none_or_an_exponent_in_place_of_a_number(sample):
     for table in every_table(sample):
         for row in table.cells:
             assert all(isinstance(cell, str) and cell for column, cell in zip(table.columns, row, strict=True)
-                       if column.title not in ("notes",)), (table.name, row)  # fmt: skip
+                       if not column.optional), (table.name, row)  # fmt: skip
             for cell in row:
                 assert not re.search(r"\b(nan|inf|None)\b|\de[+]\d", cell), (table.name, row)
         json.dumps(table._repr_mimebundle_(), allow_nan=False)
 
 
 def test_the_gpu_pages_have_percentages_of_rated_and_no_probe(sample):
-    heads = [c.title for t in (tables.gemms(sample), tables.plateaus(sample)) for c in t.columns if "%" in c.title]
+    shown = (page_compute.gemms(sample), page_bandwidth.plateaus(sample))
+    heads = [c.title for table in shown for c in table.columns if "%" in c.title]
     if sample.kind == "gpu":
         assert heads == ["% of rated", "% of rated"]
-        assert tables.probes(sample) is None and tables.copies(sample) is None
+        assert page_compute.probes(sample) is None and page_bandwidth.copies(sample) is None
     else:
         assert heads == ["% of probed peak"]
-        assert tables.probes(sample).cells and tables.copies(sample).cells
+        assert page_compute.probes(sample).cells and page_bandwidth.copies(sample).cells
 
 
 # --------------------------------------------------------------------------------------------- sentences
@@ -234,20 +249,20 @@ def slower(case: str, factor: float):
 def test_the_roof_sentence_follows_the_records():
     run = derive.load(SAMPLES / "mi355x")
     roof = derive.compute(run).roof.flop_s
-    text = findings.compute(run).markdown
+    text = page_compute.finding(run).markdown
     assert f"**Compute roof: {roof.median / 1e12:,.0f} TFLOP/s**" in text
     assert f"{tables.number(roof.median / 2516.6e12 * 100)} % of the rated dense BF16" in text
-    halved = findings.compute(with_records(run, "compute", slower("roof", 2))).markdown
+    halved = page_compute.finding(with_records(run, "compute", slower("roof", 2))).markdown
     assert f"**Compute roof: {tables.value(roof.times(0.5), 1e12)} TFLOP/s**" in halved
-    gone = findings.compute(with_records(run, "compute", lambda r: None if r.case == "roof" else r)).markdown
+    gone = page_compute.finding(with_records(run, "compute", lambda r: None if r.case == "roof" else r)).markdown
     assert gone.startswith("**No compute roof:**") and not re.search(r"\d TFLOP/s|\d %", gone)
 
 
 def test_the_bandwidth_sentence_follows_the_records(sample):
     roof = derive.bandwidth(sample).roof.bytes_s
-    assert f"**Bandwidth roof: {tables.value(roof, 1e9)} GB/s**" in findings.bandwidth(sample).markdown
+    assert f"**Bandwidth roof: {tables.value(roof, 1e9)} GB/s**" in page_bandwidth.finding(sample).markdown
     cases = {r.case for r in derive.bandwidth(sample).rows if r.params.get("plateau") and r.params["op"] == "copy"}
-    gone = findings.bandwidth(with_records(sample, "bandwidth", lambda r: None if r.case in cases else r)).markdown
+    gone = page_bandwidth.finding(with_records(sample, "bandwidth", lambda r: None if r.case in cases else r)).markdown
     assert gone.startswith("**No bandwidth roof:**") and "GB/s**" not in gone
 
 
@@ -255,11 +270,87 @@ def test_the_comparison_with_c_goes_with_its_records():
     run = derive.load(SAMPLES / "cpu")
     ratio = derive.bandwidth(run).speedup["plain"]
     assert ratio.blocks == 6
-    assert f"torch's copy runs at {tables.value(ratio)} times its rate" in findings.bandwidth(run).markdown
+    assert f"torch's copy runs at {tables.value(ratio)} times its rate" in page_bandwidth.finding(run).markdown
     without = with_records(run, "bandwidth", lambda r: None if r.case == "stream.plain" else r)
-    assert "C STREAM" not in findings.bandwidth(without).markdown
-    slow = findings.bandwidth(with_records(run, "bandwidth", slower("stream.plain", 2))).markdown
+    assert "C STREAM" not in page_bandwidth.finding(without).markdown
+    slow = page_bandwidth.finding(with_records(run, "bandwidth", slower("stream.plain", 2))).markdown
     assert f"runs at {tables.value(ratio.times(2))} times its rate" in slow
+
+
+def test_the_sentences_of_what_stands_beside_the_roof_follow_the_records(sample):
+    c = derive.compute(sample)
+    assert f"run at {tables.ratio(c.fused_speedup)} times the speed" in page_compute.fused(sample).markdown
+    slow = page_compute.fused(with_records(sample, "compute", slower("epilogue.unfused", 2))).markdown
+    assert f"run at {tables.ratio(c.fused_speedup.times(2))} times the speed" in slow
+    gone = with_records(sample, "compute", lambda r: None if r.role == "pair" else r)
+    assert page_compute.fused(gone).markdown == "No comparison of bias and GELU fused and not: it was not measured."
+    one = c.of("skew")[0]
+    slowest = page_compute.shape_cost(with_records(sample, "compute", slower(one.case, 100))).markdown
+    assert f"{tables.layout(one)} the slowest" in slowest and "% of it" in slowest
+    none = with_records(sample, "compute", lambda r: None if r.case.startswith("skew.") else r)
+    assert page_compute.shape_cost(none).markdown == "No skewed GEMM was timed."
+    assert page_compute.skew_chart(none).markdown.startswith("*Nothing to draw")
+
+
+def test_equal_shapes_that_disagree_are_named(sample):
+    apart = page_compute.same_shapes(with_records(sample, "compute", slower("self_attn.v", 5))).markdown
+    assert "do not all overlap:**" in apart and "self_attn.v" in apart
+    assert page_compute.same_shapes(sample).markdown.startswith("8 GEMMs of the workload share 2 shapes")
+    steady = page_compute.same_shapes(derive.load(SAMPLES / "mi355x")).markdown
+    assert "Wherever shapes are equal, the intervals overlap." in steady
+    alone = {"self_attn.q", "cross_attn.k"}
+    keep = with_records(sample, "compute", lambda r: None if "_attn." in r.case and r.case not in alone else r)
+    assert page_compute.same_shapes(keep).markdown.startswith("No two GEMMs")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [((0.9, 1.1), "intervals overlap"), ((1.9, 2.1), "% of it.")])
+def test_skew_within_the_noise_is_not_called_a_cost(made_run, seconds, said):
+    params = {"m": 1, "n": 4, "k": 2, "layout": "NN"}
+    items = [
+        Record("compute", case, block=block, samples_s=(taken[block % 2],), flop=8, params=params)
+        for case, taken in {"skew.1x4": (1.0, 1.0), "skew.4x1": seconds}.items()
+        for block in range(6)
+    ]
+    assert said in page_compute.shape_cost(made_run(items)).markdown
+
+
+def test_reduced_precision_is_shown_beside_what_it_replaces():
+    gpu = derive.load(SAMPLES / "mi355x")
+    text, c = page_compute.reduced(gpu).markdown, derive.compute(gpu)
+    for row, plain in zip(c.reduced, (c.roof, c.of("long_k")[0]), strict=True):
+        assert f"{tables.value(plain.flop_s, 1e12)} TFLOP/s with it off" in text
+        assert f"{tables.value(row.flop_s, 1e12)} with it on ({row.error['rel_frobenius']:.2e})" in text
+    assert "torch has none for a CPU" in page_compute.reduced(derive.load(SAMPLES / "cpu")).markdown
+
+
+def test_copies_between_host_and_device_are_told(sample):
+    text, rows = page_bandwidth.host_link(sample).markdown, page_bandwidth.host_copies(sample)
+    if sample.kind == "cpu":
+        assert text == "No copies between host and device: a CPU host has no device to copy to."
+        assert [row[-1] for row in rows.cells] == ["skipped: a CPU host has no device to copy to"]
+    else:
+        best = max(r.bytes_s.median for r in derive.bandwidth(sample).host if ".to_device.pinned" in r.case)
+        assert f"host to device {best / 1e9:,.2f} GB/s pinned" in text and "device to host" in text
+        assert len(rows.cells) == 12
+
+
+def test_what_holds_for_a_cpu_alone_stays_off_a_gpus_page(sample):
+    about, probe = page_bandwidth.about_copies(sample), page_compute.probe(sample).markdown
+    if sample.kind == "gpu":
+        assert about is None and "C compiler" not in probe
+    else:
+        assert "write-allocate" in about.markdown and "C compiler" in probe
+    for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            if cell["cell_type"] == "markdown":
+                assert "On a CPU" not in "".join(cell["source"]), path.name
+
+
+def test_a_notebook_shows_what_there_is(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    notebook.show("a", None, "b")
+    assert shown == ["a", "b"]
 
 
 def test_a_wrong_result_is_named_in_the_sentence():
@@ -268,29 +359,29 @@ def test_a_wrong_result_is_named_in_the_sentence():
     def break_one(r: Record) -> Record:
         return dataclasses.replace(r, error={**r.error, "ok": False}) if r.case == "ffn.linear1" and r.error else r
 
-    text = findings.compute(with_records(run, "compute", break_one)).markdown
+    text = page_compute.finding(with_records(run, "compute", break_one)).markdown
     assert "Wrong results, shown without a time: ffn.linear1" in text and "gave right results" not in text
-    assert "gave right results" in findings.compute(run).markdown
+    assert "gave right results" in page_compute.finding(run).markdown
 
 
 def test_a_moved_anchor_is_named_in_the_sentence():
     run = derive.load(SAMPLES / "mi355x")
-    assert "The anchors were steady" in findings.compute(run).markdown
+    assert "The anchors were steady" in page_compute.finding(run).markdown
 
     def move(r: Record) -> Record:
         return dataclasses.replace(slower("anchor.gemm", 1.5)(r)) if r.block == 1 else r
 
-    text = findings.compute(with_records(run, "compute", move)).markdown
+    text = page_compute.finding(with_records(run, "compute", move)).markdown
     assert "**Noisy:** an anchor moved meanwhile (anchor.gemm by" in text and "were steady" not in text
 
 
 def test_checks_that_do_not_hold_come_first():
     run = derive.load(SAMPLES / "mi355x")
-    assert findings.environment(run).markdown == "All 9 checks hold."
+    assert page_environment.finding(run).markdown == "All 9 checks hold."
     checks = [
         dict(c, ok=False, found="4", mend="do this") if c["check"] == "NUMA balancing" else c for c in run.env["checks"]
     ]
-    text = findings.environment(dataclasses.replace(run, env={**run.env, "checks": checks})).markdown
+    text = page_environment.finding(dataclasses.replace(run, env={**run.env, "checks": checks})).markdown
     assert (
         text.startswith("**1 of 9 checks do not hold:**") and "found 4, wanted 0" in text and "Mend: do this." in text
     )
@@ -298,7 +389,7 @@ def test_checks_that_do_not_hold_come_first():
 
 def test_nothing_measured_makes_sentences_without_numbers(made_run):
     run = made_run([])
-    for text in (findings.compute(run), findings.bandwidth(run)):
+    for text in (page_compute.finding(run), page_bandwidth.finding(run)):
         assert text.markdown == "This family was not measured."
     cards = findings.cards(run)
     assert cards.count("not measured in this run") == 2 and "Ridge" not in cards
@@ -339,14 +430,17 @@ def test_a_family_that_ended_badly_is_marked(sample_copy):
 
 
 def test_charts_lint_and_hold_the_rows_they_were_given(sample):
-    rows = {"gemm_sweep": 0, "bandwidth": 0, "cache_curve": 0}
-    for name in rows:
-        spec = getattr(charts, name)(sample).to_dict()
+    rows = {}
+    charts = (page_compute.gemm_sweep, page_compute.skew_chart, page_bandwidth.cold_sweep, page_bandwidth.cache_curve)
+    for chart in charts:
+        spec = chart(sample).to_dict()
         vega.lint(spec)
-        rows[name] = max(len(d) for d in spec["datasets"].values())
+        rows[chart.__name__] = max(len(d) for d in spec["datasets"].values())
     compute, bandwidth = derive.compute(sample), derive.bandwidth(sample)
-    assert rows["gemm_sweep"] == len([r for r in [compute.roof, *compute.rows] if r.flop_s])
-    assert rows["bandwidth"] == len([r for r in bandwidth.rows if r.bytes_s])
+    swept = [compute.roof, *compute.of("square", "workload")]
+    assert rows["gemm_sweep"] == len([r for r in swept if r.flop_s])
+    assert rows["skew_chart"] == len([r for r in compute.of("skew") if r.flop_s])
+    assert rows["cold_sweep"] == len([r for r in bandwidth.rows if r.bytes_s])
     assert rows["cache_curve"] == len([r for r in bandwidth.cache_curve if r.bytes_s])
 
 
@@ -418,19 +512,22 @@ def test_a_second_report_writes_the_same_tables_and_keeps_the_raw_part(built):
 def test_tables_and_plots_are_there_and_not_empty(built):
     for name, directory in built.items():
         plots = contents(directory / "plots")
-        assert {Path(p).suffix for p in plots} == {".svg", ".png"} and len(plots) == 6, name
+        assert {Path(p).suffix for p in plots} == {".svg", ".png"} and len(plots) == 8, name
         assert all(body.startswith((b"<svg", b"\x89PNG")) and len(body) > 5000 for body in plots.values())
         found = {
             path.stem: list(csv.DictReader(path.open(encoding="utf-8")))
             for path in (directory / "tables").glob("*.csv")
         }
-        assert {"compute_gemms", "compute_search", "compute_errors", "bandwidth_rows", "bandwidth_plateaus",
-                "bandwidth_cache", "environment_machine", "environment_checks", "compute_anchors"} <= set(found)  # fmt: skip
+        assert {"compute_gemms", "compute_search", "compute_errors", "compute_workload", "compute_skew",
+                "compute_beside", "compute_epilogue", "bandwidth_rows", "bandwidth_plateaus", "bandwidth_cache",
+                "bandwidth_strided", "bandwidth_host", "environment_machine", "environment_checks",
+                "compute_anchors"} <= set(found)  # fmt: skip
         run = derive.load(directory)
         by_case = {row["case"]: row for row in found["compute_gemms"]}
         for row in [derive.compute(run).roof, *derive.compute(run).rows]:
-            assert float(by_case[row.case]["flop_s"]) == row.flop_s.median
-            assert int(by_case[row.case]["samples"]) == row.flop_s.samples
+            if row.flop_s:
+                assert float(by_case[row.case]["flop_s"]) == row.flop_s.median
+                assert int(by_case[row.case]["samples"]) == row.flop_s.samples
         for text in (p.read_text("utf-8") for p in (directory / "tables").glob("*.csv")):
             assert not re.search(r"\b(nan|inf)\b", text, re.I)
 
@@ -506,6 +603,6 @@ def test_a_page_that_cannot_be_made_fails_the_report(sample_copy, monkeypatch, c
 def test_what_was_not_recorded_is_not_called_fine():
     run = derive.load(SAMPLES / "cpu")
     for env in (None, {**run.env, "checks": []}):
-        assert "not recorded" in findings.environment(dataclasses.replace(run, env=env)).markdown
+        assert "not recorded" in page_environment.finding(dataclasses.replace(run, env=env)).markdown
     gone = with_records(run, "compute", lambda r: None if r.case == "roof" else r)
     assert "no roof: its page says why" in findings.cards(gone) and "not measured" not in findings.cards(gone)

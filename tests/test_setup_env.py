@@ -503,3 +503,18 @@ def test_clean_removes_caches_and_keeps_results_and_environments(tmp_path):
     assert all((tmp_path / name).exists() for name in kept)
     subprocess.run(["make", "-s", "distclean"], cwd=tmp_path, check=True)
     assert [(tmp_path / name).exists() for name in kept] == [True, False, True]
+
+
+@pytest.mark.parametrize("target", ["book", "run"])
+def test_the_workloads_sizes_are_passed(target):
+    names = ["depth", "tokens", "window", "reference-model"]
+    given = ["DEPTH=2", "TOKENS=390", "WINDOW=1560", "REFERENCE_MODEL=x"]
+    words = words_after(make_line(target, *given), "--")
+    assert words[:2] == ["escher", target]
+    passed = dict(zip(words[2::2], words[3::2], strict=True))
+    assert passed == {f"--{name}": text.partition("=")[2] for name, text in zip(names, given, strict=True)}
+
+
+def test_the_help_names_the_workloads_sizes():
+    out = subprocess.run(["make"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    assert all(f"{name}=" in out for name in ("WORKLOAD", "REFERENCE_MODEL", "DEPTH", "TOKENS", "WINDOW"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import SMALL_TOC
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -167,8 +168,8 @@ def test_banner_kind_is_checked():
 def sources(tmp_path):
     source = tmp_path / "quelle ü"
     (source / "notebooks").mkdir(parents=True)
-    for name in ("_config.yml", "_toc.yml"):
-        (source / name).write_bytes((ROOT / name).read_bytes())
+    (source / "_config.yml").write_bytes((ROOT / "_config.yml").read_bytes())
+    (source / "_toc.yml").write_text(SMALL_TOC, encoding="utf-8")
     (source / "notebooks/methodology.md").write_text("# Method ü\n", encoding="utf-8")
     made = executed(new_markdown_cell("# Compute"), new_code_cell("1"))
     notebook = tmp_path / "run/notebooks/01_compute.ipynb"

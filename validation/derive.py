@@ -256,12 +256,27 @@ class Probe:
     block_bests: Estimate  # of all threads together
 
 
+GEMM_GROUPS = ("square", "skew", "batched", "addmm", "long_k", "reduced", "epilogue")
+
+
+def gemm_group(row: Row) -> str:
+    """What a row of family 1 stands for: one of `GEMM_GROUPS`, "roof", or "workload" for a GEMM of the model."""
+    head = row.case.partition(".")[0]
+    return head if head in (*GEMM_GROUPS, "roof") else "workload"
+
+
 @dataclass(frozen=True)
 class Compute:
+    """Family 1. `rows`: every row that may be compared with the roof, without the roof itself. `reduced`: rows that let
+    the library round partial sums to the dtype; they are compared with nothing."""
+
     run: Run
     roof: Row | None
     best_square: Row | None
     rows: list[Row]
+    reduced: list[Row]
+    pairs: list[Row]
+    fused_speedup: Estimate | None  # time of GEMM with bias, then GELU, over that of one call; from interleaved pairs
     search: list[Row]
     probes: list[Probe]
     probe_skipped: str | None
@@ -273,6 +288,18 @@ class Compute:
     converged: bool
     disturbed: bool  # an anchor moved while the roof was measured
 
+    def of(self, *groups: str) -> list[Row]:
+        """The rows of some groups (see `gemm_group`), in the order they were planned."""
+        return [r for r in self.rows if gemm_group(r) in groups]
+
+    def same_shapes(self) -> list[list[Row]]:
+        """GEMMs of the workload that were timed and have one shape: two or more rows a group."""
+        found: dict[tuple, list[Row]] = {}
+        for r in self.of("workload"):
+            if r.flop_s:
+                found.setdefault(tuple(r.params[x] for x in ("m", "n", "k", "layout")), []).append(r)
+        return [group for group in found.values() if len(group) > 1]
+
 
 def compute(run: LoadedRun) -> Compute | None:
     """Family 1. The roof is the fresh measurement of the search's winner; None where the family was not measured."""
@@ -282,7 +309,8 @@ def compute(run: LoadedRun) -> Compute | None:
     every = rows(items, config, run.kind)
     cases = [r for r in every if r.role == "case"]
     roof = next((r for r in cases if r.case == "roof"), None)
-    squares = [r for r in cases if r.case.startswith("square.") and r.flop_s]
+    squares = [r for r in cases if gemm_group(r) == "square" and r.flop_s]
+    pairs = [r for r in every if r.role == "pair"]
     dtype = run.files["compute"].run.parameters["dtype"]
     probes, skipped = _probes(items)
     clock_hz, clock_note = _clock(items)
@@ -290,7 +318,10 @@ def compute(run: LoadedRun) -> Compute | None:
         run=run.files["compute"].run,
         roof=roof,
         best_square=max(squares, key=lambda r: r.flop_s.median, default=None),
-        rows=[r for r in cases if r.case != "roof"],
+        rows=[r for r in cases if gemm_group(r) not in ("roof", "reduced")],
+        reduced=[r for r in cases if gemm_group(r) == "reduced"],
+        pairs=pairs,
+        fused_speedup=_paired(pairs, "epilogue.unfused", "epilogue.fused"),
         search=[r for r in every if r.role == "search"],
         probes=probes,
         probe_skipped=skipped,
@@ -401,12 +432,20 @@ class Plateau:
     sizes: tuple[int, ...]
 
 
+BESIDE = {"strided": ("strided",), "host": ("host_to_device", "device_to_host")}  # ops that no plateau holds
+
+
 @dataclass(frozen=True)
 class Bandwidth:
+    """Family 2. `rows`: the cold rows of plain operations. `strided` and `host` (copies between host and device) stand
+    beside: they enter no plateau and no roof, and nothing is compared with them."""
+
     run: Run
     roof: Plateau | None
     plateaus: list[Plateau]
     rows: list[Row]
+    strided: list[Row]
+    host: list[Row]
     cache_curve: list[Row]
     pairs: list[Row]
     speedup: dict[str, Estimate]  # torch's copy over the C copy with ordinary, with streaming stores: ratio of rates
@@ -423,7 +462,9 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
         return None
     items, config, profile = run.records("bandwidth"), run.config, run.selection.profile
     every = rows(items, config, run.kind)
-    cold = [r for r in every if r.role == "case" and r.cache == "cold"]
+    labelled = {name: [r for r in every if r.params.get("op") in ops] for name, ops in BESIDE.items()}
+    beside = {op for ops in BESIDE.values() for op in ops}
+    cold = [r for r in every if r.role == "case" and r.cache == "cold" and r.params["op"] not in beside]
     plateaus = [p for op in dict.fromkeys(r.params["op"] for r in cold) if (p := _plateau(op, cold))]
     roof = next((p for p in plateaus if p.op == "copy"), None)
     pairs = [r for r in every if r.role == "pair"]
@@ -440,6 +481,7 @@ def bandwidth(run: LoadedRun) -> Bandwidth | None:
         roof=roof,
         plateaus=plateaus,
         rows=cold,
+        **labelled,
         cache_curve=[r for r in every if r.cache == "warm"],
         pairs=pairs,
         speedup=_speedup(pairs),
@@ -471,12 +513,16 @@ def _why_untimed(row: Row) -> str:
 
 
 def _speedup(pairs: Sequence[Row]) -> dict[str, Estimate]:
-    by_name = {r.case.partition(".")[2]: r for r in pairs if r.time_s}
-    ours = by_name.get("torch")
-    out = {}
-    for name in ("plain", "streaming"):
-        other = by_name.get(name)
-        same = ours and other and ours.block_numbers == other.block_numbers
-        if same and [len(b) for b in other.blocks] == [len(b) for b in ours.blocks]:
-            out[name] = paired_ratio(other.blocks, ours.blocks)
-    return out
+    found = {name: _paired(pairs, f"stream.{name}", "stream.torch") for name in ("plain", "streaming")}
+    return {name: ratio for name, ratio in found.items() if ratio}
+
+
+def _paired(pairs: Sequence[Row], slow: str, fast: str) -> Estimate | None:
+    """Time of `slow` over that of `fast` from their interleaved samples; None where one is missing or they do not pair."""
+    by_name = {r.case: r for r in pairs if r.time_s}
+    a, b = by_name.get(slow), by_name.get(fast)
+    if not (a and b) or a.block_numbers != b.block_numbers:
+        return None
+    if [len(x) for x in a.blocks] != [len(x) for x in b.blocks]:
+        return None
+    return paired_ratio(a.blocks, b.blocks)
