@@ -32,6 +32,11 @@ LIMIT_S = {"quick": 30.0, "standard": 90.0, "full": 600.0}  # for one of the two
 EAGER, COMPILED = "eager", "compiled"
 
 
+def modes(kind: str, budget: str) -> tuple[str, ...]:
+    """The compile modes to try, in order; at budget quick only the one that compiles fastest."""
+    return MODES[kind][-1:] if budget == "quick" else MODES[kind]
+
+
 def compulsory_bytes(spec: Spec) -> int:
     """What a pass cannot avoid to move: every weight and the window once, its input and its output."""
     return weight_bytes(spec) + cache_bytes(spec) + 2 * ELEMENT_BYTES * spec.batch * spec.query_tokens * spec.hidden
@@ -272,8 +277,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     session.anchor()
     with model.inference(torch, backend):
         _record_peak(session, machine, "memory.eager", sizes, lambda: net.run(0))
-        modes = MODES[kind][-1:] if session.budget.name == "quick" else MODES[kind]
-        made = compile_model(session, machine, net, modes)
+        made = compile_model(session, machine, net, modes(kind, session.budget.name))
         items = [prepare(session, machine, net, replace(eager, params={**eager.params, "attention": backend}), None,
                          f"eager, attention {backend}")]  # fmt: skip
         if made:

@@ -35,6 +35,7 @@ BUDGETS = {
     "full": Budget("full", block_s=0.002, case_s=4, search_s=6, blocks=12),
 }
 COMPILE_MODES = e2e.MODES["cpu"]
+MODES_OF = e2e.modes
 compiles = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler")
 
 
@@ -69,6 +70,12 @@ def compiled_as(monkeypatch):
 def right(net, mode):
     """What a compiler that does nothing makes of the blocks."""
     return [lambda *a, block=block: block(*a) for block in net.blocks]
+
+
+@pytest.fixture(autouse=True)
+def every_mode(monkeypatch):
+    """All modes at every budget, so that one short budget serves the tests."""
+    monkeypatch.setattr(e2e, "modes", lambda kind, budget: e2e.MODES[kind])
 
 
 def measure(spec=TINY, budget="quick", machine=MACHINE, real=False):
@@ -397,6 +404,8 @@ def test_the_mode_after_one_that_fails_is_named(compiled_as):
 
 
 def test_modes_are_in_order():
+    assert MODES_OF("gpu", "standard") == e2e.MODES["gpu"] and MODES_OF("cpu", "full") == e2e.MODES["cpu"]
+    assert MODES_OF("gpu", "quick") == MODES_OF("cpu", "quick") == ("default",)
     assert e2e.MODES["gpu"] == ("max-autotune", "reduce-overhead", "default")
     assert e2e.MODES["cpu"] == ("max-autotune", "default")  # graphs are a GPU's
 
