@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 
+from escher_book.stage import escape
 from escher_book.tables import GIGA, TERA, interval, number, percent, value
 from validation import derive, roofline
 from validation.derive import LoadedRun
@@ -77,7 +78,7 @@ def basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale: 
                 f"another device was measured."
             )
         else:
-            out.append(f"No share of the {basis.label}: {basis.reason}.")
+            out.append(f"No share of the {basis.label}: {escape(basis.reason)}.")
     return " ".join(out)
 
 
@@ -114,7 +115,8 @@ def correctness(rows: list[derive.Row]) -> str:
         return f"**Wrong results, shown without a time: {', '.join(wrong)}.**"
     if unchecked:
         return f"**Not checked for a right result: {', '.join(unchecked)}.** Every other one was right."
-    return f"All {sum(1 for r in rows if r.time_s)} timed rows gave right results, within their bounds."
+    timed = sum(1 for r in rows if r.time_s)
+    return f"All {timed} timed rows gave right results, within their bounds." if timed else "**No row was timed.**"
 
 
 def cards(run: LoadedRun) -> str:

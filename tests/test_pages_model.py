@@ -215,7 +215,7 @@ def test_both_paths_of_every_operation_are_in_the_tables(run_of):
     linear = raw["ffn.linear1"]
     assert linear["theory_s"] == pytest.approx(2 * 4680 * 5120 * 13824 / 1e15)
     assert linear["ratio_optimized"] == pytest.approx(1.15, rel=0.01) and linear["band"] == "tunable"
-    assert raw["norm.self"]["launch_bound"] and table.cells[2][-2] == "–" and "launch-bound" in table.cells[2][-1]
+    assert raw["norm.self"]["launch_bound"] and "launch-bound" in table.cells[2]
     totals = {r["category"]: r for r in ops.totals(run).raw}
     assert totals["ffn"]["theory_s"] == pytest.approx(40 * (2 * 662.4903168e9 / 1e15 + 4 * 4680 * 13824 / 5e12))
     assert list(totals) == ["self_attn", "cross_attn", "ffn", "norm", "cache", "time"]
@@ -306,8 +306,8 @@ def test_each_run_names_its_own_bases(run_of):
     assert heads("cpu") == heads("another target") == ["MFU, measured", "MFU, probed"]
     assert heads("fp16") == heads("no pilot, no cache") == ["MFU, measured", "MFU, rated"]
     assert heads("another GPU") == ["MFU, measured", "MFU, pilot"] and heads("unknown GPU") == ["MFU, measured"]
-    assert heads("no roofs") == ["MFU, pilot"] and "no basis" not in e2e.mfu(run_of("no roofs")).caption
-    assert "no basis in this run" in e2e.mfu(run_of(gpu(family_e2e(WAN, 12.0, 11.0), spec=WAN))).caption
+    assert heads("no roofs") == ["MFU, rated", "MFU, pilot"] and "no basis" not in e2e.mfu(run_of("no roofs")).caption
+    assert "no basis in this run" in e2e.mfu(run_of(gpu(family_e2e(WAN, 12.0, 11.0), spec=WAN, found=UNKNOWN_GPU))).caption
     fp16 = ops.finding(run_of("fp16")).markdown
     assert "no BF16 units: the model runs in FP16" in fp16 and "FP16" not in ops.finding(run_of("full")).markdown
 
@@ -466,7 +466,7 @@ def test_times_and_shares_are_computed(run_of):
     assert slow.startswith(f"**Eager: {value(eager.time_s.times(2), 1e-3)} ms a chunk**")
     fast = changed(run, "e2e", slower("compiled", factor=0.5))
     assert "**More than the measured roof:**" in e2e.finding(fast).markdown and "More than the measured" not in text
-    assert "no basis to give a share of" in e2e.finding(run_of(gpu(family_e2e(WAN, 12.0, 11.0), spec=WAN))).markdown
+    assert "no basis to give a share of" in e2e.finding(run_of(gpu(family_e2e(WAN, 12.0, 11.0), spec=WAN, found=UNKNOWN_GPU))).markdown
 
 
 def test_compiled_slower_equal_and_faster(run_of):
@@ -512,7 +512,7 @@ def test_the_ledgers_words_follow_the_records(run_of):
     assert "The residual is" not in eager and "Of the eager pass, FLOP at the roof take" in eager
     large = changed(run, "e2e", slower("eager", factor=1.3))
     share = f"{number(residual(large) * 100, 2)} %"
-    assert f"**The residual is {share}, beyond 3%:**" in e2e.finding(large).markdown
+    assert f"**The residual is {share}, beyond 3 %:**" in e2e.finding(large).markdown
     assert roofline.LAUNCH in {c[0] for c in e2e.ledger(run).cells} and "not told apart" not in e2e.ledger(run).caption
     without = changed(run, "e2e", dropped("gaps.eager", "gaps.compiled"))
     assert (

@@ -339,7 +339,7 @@ def test_mfu_on_each_basis_of_the_reference_device(tiny):
         ({"found": UNKNOWN_GPU}, {"measured"}),
         ({"found": V100, "dtype": "fp16"}, {"measured", "rated"}),
         ({"found": V100, "dtype": "bf16"}, {"measured"}),
-        ({"roofs": False}, {"pilot"}),
+        ({"roofs": False}, {"rated", "pilot"}),
     ],
 )
 def test_no_share_of_another_devices_peak(tiny, more, names):

@@ -327,7 +327,7 @@ def compute(run: LoadedRun) -> Compute | None:
         probe_skipped=skipped,
         clock_hz=clock_hz,
         clock_note=clock_note,
-        bases=_compute_bases(run, dtype, probes, skipped),
+        bases=compute_bases(run, dtype, probes, skipped),
         anchors=anchors(items, config),
         dtype=dtype,
         disturbed=bool(roof and ANCHOR_MOVED in roof.flags),
@@ -388,7 +388,10 @@ def _clock(items: Iterable[Record]) -> tuple[float | None, str]:
     return high, "best slice of two chains of dependent instructions that agree within 3 %"
 
 
-def _compute_bases(run: LoadedRun, dtype: str, probes: list[Probe], skipped: str | None) -> list[Basis]:
+def compute_bases(
+    run: LoadedRun, dtype: str, probes: Sequence[Probe] = (), skipped: str | None = "family compute was not measured"
+) -> list[Basis]:
+    """What a compute rate of that dtype may be a share of: the rated dense peak, on a CPU the probed one."""
     selection = run.selection
     profile = selection.profile
     out = []

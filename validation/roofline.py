@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from escher_kernels import workload
+from escher_kernels import attention, workload
 from escher_kernels.records import Record
 from escher_kernels.statistics import Estimate, estimate, paired_ratio
 from escher_kernels.workload import Op, Spec
@@ -349,7 +349,7 @@ def e2e(run: LoadedRun) -> E2e | None:
         mode=ran.params["mode"] if ran else None,
         compile_s=ran.value if ran else None,
         from_cache=bool(ran and ran.params.get("from_cache")),
-        compile_errors=[r.error for r in compiles if r.error],
+        compile_errors=[r.error for r in compiles if r.error and (ran is None or r.params["mode"] == ran.params["mode"])],
         compile_tries=[(r.params["mode"], _fate(r)) for r in _worst_of_each(compiles, lambda r: r.params["mode"])],
         attention=eager_row.params.get("attention") if eager_row else None,
         attention_tries=[(r.case.partition(".")[2], _fate(r)) for r in probes if r.case.startswith("attention.")],
@@ -418,7 +418,7 @@ def bases(run: LoadedRun) -> list[Basis]:
     c = derive.compute(run)
     peak = c.roof.flop_s if c and c.roof else None
     out = [Basis("measured", "measured compute roof", peak and peak.median, "" if peak else "no compute roof in this run", True)]
-    out += c.bases if c else []
+    out += c.bases if c else derive.compute_bases(run, next(iter(run.files.values())).run.parameters["dtype"])
     pilot = spec_of(run).pilot or {}
     if pilot.get("peak_tflops"):
         reference = run.config["project"].get("reference_target")
@@ -469,6 +469,7 @@ class Ledger:
 MEMORY_BOUND, INEFFICIENT, OUTSIDE, LAUNCH, RESIDUAL = (
     "memory-bound operations", "kernel inefficiency", "outside the pilot's table", "launch gaps", "residual",
 )  # fmt: skip
+PARTS = (MEMORY_BOUND, INEFFICIENT, OUTSIDE, LAUNCH, RESIDUAL)
 
 
 def ledger(run: LoadedRun, mode: str) -> Ledger | str:
@@ -517,7 +518,9 @@ def _as_ran(r: OpRow, path: str, backend: str | None) -> Row | None:
     if r.op.kind == "attention":
         timed = [x for x in (*r.others, r.default) if x and x.time_s]
         same = [x for x in timed if backend in (x.params.get("path"), x.params.get("attention"))]
-        return same[0] if same else r.default
+        if not same and backend in (None, attention.DEFAULT):  # what torch chose by itself
+            return r.default
+        return same[0] if same else None
     return r.row(path)
 
 
@@ -536,6 +539,11 @@ class Reference:
     reason: str
 
 
+def _ridge(run: LoadedRun) -> Estimate | None:
+    peak, bytes_s, missing = roofs(run)
+    return None if missing else derive.ridge(peak, bytes_s)
+
+
 def reference(run: LoadedRun) -> list[Reference]:
     """The pilot's figures beside this run's; base units (FLOP/s, FLOP/B, fractions)."""
     spec = spec_of(run)
@@ -548,8 +556,7 @@ def reference(run: LoadedRun) -> list[Reference]:
     why = "" if here else f"the pilot ran on {target}"
     if spec.derived_from:
         why = "; ".join(filter(None, (why, "this run's workload is a derived one")))
-    found, scopes = ops(run), {m.scope: m for m in mfu(run)}
-    peak = derive.compute(run)
+    scopes, peak = {m.scope: m for m in mfu(run)}, derive.compute(run)
     out = []
     if pilot.get("peak_tflops"):
         roof = peak.roof.flop_s if peak and peak.roof else None
@@ -557,7 +564,7 @@ def reference(run: LoadedRun) -> list[Reference]:
         out.append(Reference("compute roof", "FLOP/s", pilot["peak_tflops"] * 1e12, roof, here, reason))
     if pilot.get("ridge_flop_per_byte"):
         reason = "" if here else f"the pilot ran on {target}"
-        out.append(Reference("ridge", "FLOP/B", pilot["ridge_flop_per_byte"], found.ridge if found else None, here, reason))
+        out.append(Reference("ridge", "FLOP/B", pilot["ridge_flop_per_byte"], _ridge(run), here, reason))
     names = {"sum_of_ops": "sum_optimized", EAGER: EAGER, COMPILED: COMPILED}
     for name, scope in names.items():
         if (value := (pilot.get("mfu_pct") or {}).get(name)) is not None:

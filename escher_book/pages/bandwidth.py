@@ -10,6 +10,7 @@ import pandas as pd
 from escher_book import charts
 from escher_book.charts import COLOURS
 from escher_book.findings import basis_sentence, correctness, steadiness
+from escher_book.stage import escape
 from escher_book.tables import (
     GIGA,
     MIB,
@@ -57,7 +58,7 @@ def copies_sentence(b: derive.Bandwidth) -> str | None:
     """CPU: torch's copy against C, and what write-allocate does to the count."""
     skipped = next((r.skipped for r in b.pairs if r.skipped), None)
     if skipped:
-        return f"No comparison with a C copy: {skipped}."
+        return f"No comparison with a C copy: {escape(skipped)}."
     plain, streaming = b.speedup.get("plain"), b.speedup.get("streaming")
     if not (plain and streaming):
         return None
@@ -126,7 +127,7 @@ def host_link(run: LoadedRun) -> Text:
     timed = [r for r in b.host if r.bytes_s]
     if not timed:
         why = next((r.skipped for r in b.host if r.skipped), "they were not measured")
-        return Text(f"No copies between host and device: {why}.")
+        return Text(f"No copies between host and device: {escape(why)}.")
     words = []
     for op, way in (("host_to_device", "host to device"), ("device_to_host", "device to host")):
         best = {

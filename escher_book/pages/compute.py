@@ -11,6 +11,7 @@ import pandas as pd
 from escher_book import charts
 from escher_book.charts import COLOURS
 from escher_book.findings import basis_sentence, correctness, steadiness
+from escher_book.stage import escape
 from escher_book.tables import (
     NONE,
     TERA,
@@ -42,7 +43,7 @@ def finding(run: LoadedRun) -> Text:
     if not (c.roof and c.roof.flop_s):
         reasons = (r.skipped for r in [c.roof, *c.of("square", "workload")] if r and r.skipped)
         why = next(reasons, "no candidate of the search gave a right and timed result")
-        return Text(f"**No compute roof:** {why}.")
+        return Text(f"**No compute roof:** {escape(why)}.")
     roof, p = c.roof, c.roof.params
     head = (
         f"**Compute roof: {value(roof.flop_s, TERA)} TFLOP/s** ({interval(roof.flop_s, TERA)}) {c.dtype.upper()}, from the "
@@ -94,7 +95,7 @@ def probe(run: LoadedRun) -> Text:
         text += f" on {best.threads} threads"
     text += "."
     if c.probe_skipped:
-        text += f" **It is no basis:** {c.probe_skipped}."
+        text += f" **It is no basis:** {escape(c.probe_skipped)}."
     elif c.clock_hz:
         per_clock = best.best_flop_s / best.threads / c.clock_hz
         text += f" That is {number(per_clock)} FLOP a clock a thread at the probed clock of {clock(c.clock_hz)}."
@@ -189,7 +190,7 @@ def reduced(run: LoadedRun) -> Text:
             )
     if not lines:
         why = next((r.skipped for r in c.reduced if r.skipped), "it was not measured")
-        return Text(f"**Reduced-precision sums** are off in every row. No row has them on: {why}.")
+        return Text(f"**Reduced-precision sums** are off in every row. No row has them on: {escape(why)}.")
     head = "**Reduced-precision sums** are off in every row but those named `reduced`. Rounding partial sums to "
     return Text(head + f"{c.dtype.upper()} may be faster where a library splits K:", "\n".join(lines))
 
@@ -204,7 +205,7 @@ def fused(run: LoadedRun) -> Text:
             f"speed of two calls, interleaved. A ratio near 1 may mean that the library did not fuse them."
         )
     why = next((notes(r) for r in c.pairs if notes(r)), "it was not measured")
-    return Text(f"No comparison of bias and GELU fused and not: {why}.")
+    return Text(f"No comparison of bias and GELU fused and not: {escape(why)}.")
 
 
 def epilogue(run: LoadedRun) -> Table:

@@ -8,6 +8,7 @@ import pandas as pd
 from escher_book import charts
 from escher_book.charts import NOTHING
 from escher_book.findings import correctness
+from escher_book.stage import escape
 from escher_book.tables import (
     GIGA,
     NONE,
@@ -50,7 +51,7 @@ def _times(run: LoadedRun, found: E2e) -> str:
     for name in (EAGER, COMPILED):
         row = found.rows.get(name)
         if row is None:
-            out.append(f"**{name.capitalize()}: unavailable**, {found.unavailable[name]}.")
+            out.append(f"**{name.capitalize()}: unavailable**, {escape(found.unavailable[name])}.")
             continue
         mode = f", mode {found.mode}" if name == COMPILED else ""
         text = (
@@ -72,7 +73,9 @@ def _speedup(found: E2e) -> str | None:
     ratio = found.speedup
     if ratio is None:
         return None
-    if ratio.lo > 1:
+    if not ratio.sufficient:
+        verdict = f"too few blocks ({ratio.blocks}) for a verdict"
+    elif ratio.lo > 1:
         verdict = "compiling makes it faster"
     elif ratio.hi < 1:
         verdict = "compiling makes it **slower**"
@@ -91,14 +94,14 @@ def _rest(run: LoadedRun) -> str | None:
     for mode in (EAGER, COMPILED):
         made = roofline.ledger(run, mode)
         if isinstance(made, str):
-            out.append(f"No gap ledger of {mode}: {made}.")
+            out.append(f"No gap ledger of {mode}: {escape(made)}.")
             continue
         parts = sorted(made.parts.items(), key=lambda p: -abs(p[1]))[:2]
         named = ", ".join(f"{name} {_share(t, made.total_s)}" for name, t in parts)
         text = f"Of the {mode} pass, FLOP at the roof take {_share(made.floor_s, made.total_s)}; then {named}."
         if made.finding:
             limit = run.config.threshold("gap_residual_frac")
-            text += f" **The residual is {_share(made.parts[roofline.RESIDUAL], made.total_s)}, beyond {limit:.0%}:** "
+            text += f" **The residual is {_share(made.parts[roofline.RESIDUAL], made.total_s)}, beyond {limit * 100:g} %:** "
             text += "operations alone do not explain the pass."
         out.append(text)
     return " ".join(out)
@@ -119,7 +122,7 @@ def _counter(run: LoadedRun, found: E2e) -> str | None:
 
 
 def _right(found: E2e) -> str | None:
-    errors = [f"{e['check']} {e['rel_frobenius']:.1e} (bound {e['rel_frobenius_limit']:.1e})"
+    errors = [f"{e['check']} {e['rel_frobenius']:.1e} ({'' if e['ok'] else '**beyond** '}bound {e['rel_frobenius_limit']:.1e})"
               for e in found.compile_errors if e.get("rel_frobenius") is not None]  # fmt: skip
     return f"Compiled against eager, relative Frobenius: {', '.join(errors)}." if errors else None
 
@@ -250,9 +253,9 @@ def ledger(run: LoadedRun) -> Table | Text:
     made = {mode: roofline.ledger(run, mode) for mode in (EAGER, COMPILED)}
     good = {mode: found for mode, found in made.items() if isinstance(found, Ledger)}
     if not good:
-        return Text(*(f"*No gap ledger of {mode}: {reason}.*" for mode, reason in made.items()))
-    parts = dict.fromkeys(name for found in good.values() for name in found.parts if name != roofline.RESIDUAL)
-    names = ["FLOP at the roof", *parts, roofline.RESIDUAL, "the pass"]
+        return Text(*(f"*No gap ledger of {mode}: {escape(reason)}.*" for mode, reason in made.items()))
+    there = {name for found in good.values() for name in found.parts}
+    names = ["FLOP at the roof", *(name for name in roofline.PARTS if name in there), "the pass"]
     columns = [Column("part", lambda n: n)]
     for mode, found in good.items():
         part = {names[0]: found.floor_s, **found.parts, names[-1]: found.total_s}
@@ -282,13 +285,14 @@ def ledger_chart(run: LoadedRun) -> alt.LayerChart | Text:
     if not rows:
         return NOTHING
     frame = pd.DataFrame(rows)
+    order = [p for p in ("FLOP at the roof", *roofline.PARTS, "the pass") if p in set(frame["part"])]
     there = [m for m in COLOUR_OF if m in set(frame["mode"])]
     pick = alt.selection_point(fields=["mode"], bind="legend")
     bars = (
         alt.Chart(frame)
         .mark_bar(size=13)
         .encode(
-            y=alt.Y("part:N", sort=list(dict.fromkeys(frame["part"])), title=None, axis=alt.Axis(labelLimit=180)),
+            y=alt.Y("part:N", sort=order, title=None, axis=alt.Axis(labelLimit=180)),
             yOffset=alt.YOffset("mode:N", sort=there),
             x=alt.X("start:Q", title="ms"), x2="end:Q",
             color=alt.Color("mode:N", title="model", scale=alt.Scale(domain=there, range=[COLOUR_OF[m] for m in there])),

@@ -22,6 +22,7 @@ from escher_book.tables import (
     notes,
     number,
     percent,
+    ratio,
     raw_row,
     seconds,
     value,
@@ -214,27 +215,27 @@ def times(run: LoadedRun) -> Table:
 
     def said(r: OpRow) -> str:
         words = [notes(r.default)] if r.default else ["not run"]
-        if r.launch_bound:
-            words.append("launch-bound, not judged")
-        return "; ".join(w for w in words if w)
+        words += [f"{x.params['path']}: {notes(x)}" for x in r.others if x is r.optimized or x.wrong]
+        return "; ".join(w for w in words if w and not w.endswith(": "))
 
     columns = [
         Column("operation", lambda r: r.op.name),
         Column("bound by", lambda r: r.bound or NONE),
         Column("theory", lambda r: seconds(r.theory_s and r.theory_s.median), True),
         Column("default path", lambda r: _time(r.default), True),
-        Column("interval", lambda r: _time_interval(r.default), True),
         Column("optimized path", lambda r: _time(r.optimized), True),
         Column("which", path),
-        Column("optimized / theory", lambda r: value(r.ratio.get(OPTIMIZED)), True),
+        Column("optimized / theory", lambda r: ratio(r.ratio.get(OPTIMIZED)), True),
         Column("of the roof there", lambda r: percent(r.attains), True),
-        Column("judged", lambda r: NONE if r.launch_bound or not r.band else r.band),
+        Column("judged", lambda r: "launch-bound" if r.launch_bound else r.band or NONE),
         Column("notes", said, optional=True),
     ]
     raw = [
         {
             "op": r.op.name, "bound": r.bound, "predicted": r.predicted, "theory_s": r.theory_s and r.theory_s.median,
             "default_s": r.default and r.default.time_s and r.default.time_s.median,
+            "default_s_lo": r.default and r.default.time_s and r.default.time_s.lo,
+            "default_s_hi": r.default and r.default.time_s and r.default.time_s.hi,
             "optimized_s": r.optimized and r.optimized.time_s.median, "optimized_path": path(r),
             "ratio_default": r.ratio[DEFAULT].median if DEFAULT in r.ratio else None,
             "ratio_optimized": r.ratio[OPTIMIZED].median if OPTIMIZED in r.ratio else None, "band": r.band,
@@ -247,10 +248,6 @@ def times(run: LoadedRun) -> Table:
 
 def _time(row: derive.Row | None) -> str:
     return seconds(row.time_s.median) if row and row.time_s else NONE
-
-
-def _time_interval(row: derive.Row | None) -> str:
-    return f"{seconds(row.time_s.lo)} to {seconds(row.time_s.hi)}" if row and row.time_s else NONE
 
 
 def attention(run: LoadedRun) -> Table:
