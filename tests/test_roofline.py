@@ -154,8 +154,14 @@ def test_ratio_and_band(tiny, name, factor, band):
 
 
 def test_the_bands_follow_the_configuration(tiny, config):
-    limits = [roofline.band(ratio, config) for ratio in (1.10, math.nextafter(1.10, 2), 1.50, math.nextafter(1.50, 2))]
+    def judged(*ends):
+        return roofline.band(estimate([[end] for end in (*ends, *ends, *ends, *ends, *ends, *ends)]), config)
+
+    above = [math.nextafter(limit, 2) for limit in (1.10, 1.50)]
+    limits = [judged(ratio) for ratio in (1.10, above[0], 1.50, above[1])]
     assert limits == ["at the limit", "tunable", "tunable", "kernel issue"]
+    assert judged(0.9, 1.10) == "at the limit" and judged(above[0], 1.5) == "tunable" and judged(above[1], 9) == "kernel issue"
+    assert judged(1.10, above[0]) == judged(1.5, above[1]) == judged(0.8, 4.8) == "unsettled"
     run = tiny(made.ops(TINY, times(1.3, 1.3)))
     other = copy.deepcopy(run.config)
     other["thresholds"]["tunable_ratio"]["value"] = 1.2

@@ -19,7 +19,7 @@ from escher_kernels.workload import Op, Spec
 from validation import derive
 from validation.derive import Basis, LoadedRun, Row
 
-AT_LIMIT, TUNABLE, ISSUE = "at the limit", "tunable", "kernel issue"
+AT_LIMIT, TUNABLE, ISSUE, UNSETTLED = "at the limit", "tunable", "kernel issue", "unsettled"
 DEFAULT, OPTIMIZED = "default", "optimized"
 EAGER, COMPILED = "eager", "compiled"
 
@@ -207,7 +207,7 @@ def _op_row(
     return OpRow(
         op=op, default=default, others=others, optimized=optimized, theory_s=theory,
         bound=_side(intensity, ridge, near), predicted=_side(intensity, predicted, near), ratio=ratio,
-        band=band(ratio[OPTIMIZED].median, config) if OPTIMIZED in ratio else None,
+        band=band(ratio[OPTIMIZED], config) if OPTIMIZED in ratio else None,
         launch_bound=bool(run.kind == "gpu" and theory and theory.median < config.threshold("launch_bound_s")),
     )  # fmt: skip
 
@@ -217,11 +217,12 @@ def bytes_s_to_time(rate: Estimate, moved: int) -> Estimate:
     return rate.over(moved)
 
 
-def band(ratio: float, config: Any) -> str:
-    """How far from the hardware an operation is: at the limit, tunable, or a kernel issue."""
-    if ratio <= config.threshold("at_limit_ratio"):
-        return AT_LIMIT
-    return TUNABLE if ratio <= config.threshold("tunable_ratio") else ISSUE
+def band(ratio: Estimate, config: Any) -> str:
+    """How far from the hardware an operation is: at the limit, tunable, or a kernel issue; unsettled where the interval
+    of its ratio spans two of them."""
+    limits = (config.threshold("at_limit_ratio"), config.threshold("tunable_ratio"))
+    low, high = (sum(x > limit for limit in limits) for x in (ratio.lo, ratio.hi))
+    return (AT_LIMIT, TUNABLE, ISSUE)[low] if low == high else UNSETTLED
 
 
 def anchor_shift(run: LoadedRun, family: str) -> dict[str, float]:

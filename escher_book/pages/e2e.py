@@ -56,7 +56,7 @@ def _times(run: LoadedRun, found: E2e) -> str:
         mode = f", mode {found.mode}" if name == COMPILED else ""
         text = (
             f"**{name.capitalize()}{mode}: {value(row.time_s, MILLI)} ms a {spec.unit}** "
-            f"({interval(row.time_s, MILLI)}), {value(row.flop_s, TERA)} TFLOP/s"
+            f"({interval(row.time_s, MILLI)}), {value(scopes[name].flop_s, TERA)} TFLOP/s"
         )
         shares = [f"{percent(share)} of the {b.label}" for b in roofline.bases(run)
                   if (share := scopes[name].shares.get(b.name)) is not None]  # fmt: skip

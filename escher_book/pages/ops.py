@@ -75,11 +75,13 @@ def _bands(found: Ops) -> str | None:
     judged = [r for r in found.rows if r.band and not r.launch_bound]
     if not judged:
         return None
-    count = {band: sum(r.band == band for r in judged) for band in (roofline.AT_LIMIT, roofline.TUNABLE, roofline.ISSUE)}
+    bands = (roofline.AT_LIMIT, roofline.TUNABLE, roofline.ISSUE, roofline.UNSETTLED)
+    count = {band: sum(r.band == band for r in judged) for band in bands}
     memory = sum(r.bound == "memory" for r in judged)
     return (
         f"Of {len(judged)} operations {count[roofline.AT_LIMIT]} are at the limit of the hardware, {count[roofline.TUNABLE]} "
         f"tunable and {count[roofline.ISSUE]} a kernel issue (measured over theory time); {memory} are bound by memory."
+        + (f" {count[roofline.UNSETTLED]} are unsettled: their interval spans two of these." if count[roofline.UNSETTLED] else "")
     )
 
 
