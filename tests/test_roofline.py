@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from model_records import ABSENT, DEFAULT, WRONG
 
 from escher_kernels import targets, workload
+from escher_kernels.statistics import estimate
 from escher_kernels.workload import Spec
 from validation import derive, roofline
 from validation.roofline import INEFFICIENT, LAUNCH, MEMORY_BOUND, OUTSIDE, RESIDUAL
