@@ -87,7 +87,7 @@ def test_both_samples_have_the_same_layout_and_no_path_of_a_machine():
     assert errors[0] == errors[2] and errors[1] == errors[3] and all(errors)
     for name in loaded:
         files = [p for p in (SAMPLES / name).rglob("*") if p.is_file()]
-        assert sum(p.stat().st_size for p in files) < {"cpu": 400_000, "mi355x": 600_000}[name]
+        assert sum(p.stat().st_size for p in files) < {"cpu": 600_000, "mi355x": 700_000}[name]
         for path in files:
             text = path.read_text("utf-8")
             assert not re.search(r"/(?:tmp|home|root|work|venv|opt)/|\.venv", text), path
