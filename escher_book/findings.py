@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 
 from escher_book.stage import escape
 from escher_book.tables import GIGA, TERA, interval, number, percent, value
@@ -82,6 +83,25 @@ def basis_sentence(bases: list[derive.Basis], estimate: derive.Estimate, scale: 
     return " ".join(out)
 
 
+def meanwhile(run: LoadedRun, family: str, disturbed: bool = True, shift: Mapping[str, float] | None = None) -> str:
+    """Whether the anchors around a family held. `disturbed`: one moved while its roof, where it has one, was measured.
+    `shift`: how far they lie from the anchors around the roofs."""
+    anchors, limit = derive.anchors(run.records(family), run.config), run.config.threshold("anchor_moved_frac")
+    moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
+    if moved and disturbed:
+        text = f"**Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed what was measured."
+    elif moved:
+        text = f"An anchor moved ({', '.join(moved)}), but not while the roof was measured."
+    elif not anchors or any(len(a.rates) < 2 for a in anchors):
+        text = "Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice."
+    else:
+        text = "The anchors were steady meanwhile."
+    away = [f"{case} by {number(s * 100, 2)} %" for case, s in (shift or {}).items() if abs(s) > limit]
+    if away:
+        text += f" **Not the machine of the roofs:** {', '.join(away)} since they were measured; ratios carry that."
+    return text
+
+
 def steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converged: bool, disturbed: bool) -> str:
     """Whether the roof has converged, and whether the anchors around it held."""
     items = run.records(family)
@@ -92,16 +112,7 @@ def steadiness(run: LoadedRun, family: str, estimate: derive.Estimate, converged
         if converged
         else [f"The roof has **not converged** ({half}; {limit * 100:g} % is wanted)."]
     )
-    anchors = derive.anchors(items, run.config)
-    moved = [f"{a.case} by {number(a.largest_move_frac * 100, 2)} %" for a in anchors if a.moved]
-    if moved and disturbed:
-        words.append(f"**Noisy:** an anchor moved meanwhile ({', '.join(moved)}), so other work disturbed it.")
-    elif moved:
-        words.append(f"An anchor moved ({', '.join(moved)}), but not while the roof was measured.")
-    elif not anchors or any(len(a.rates) < 2 for a in anchors):
-        words.append("Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice.")
-    else:
-        words.append("The anchors were steady meanwhile.")
+    words.append(meanwhile(run, family, disturbed))
     if any("NOT_LEVEL" in r.flags for r in items if r.role == "warmup"):
         words.append("The warm-up ended by its time limit, before the time per call was level.")
     return " ".join(words)

@@ -137,9 +137,11 @@ def cases(kind: str, memory_bytes: int, llc_bytes: int, quick: bool = False) -> 
     return [*out, *strided_cases(), *host_cases(kind, plateau[-1])]
 
 
-def needs_spare(kind: str, memory_bytes: int, llc_bytes: int) -> bool:
-    """Whether fill, which has one stream, needs a fourth buffer to go through more than four times the caches."""
-    return plateau_sizes(kind, memory_bytes, llc_bytes)[1] <= COLD_FACTOR * llc_bytes
+def spare_bytes(kind: str, memory_bytes: int, llc_bytes: int) -> int:
+    """Memory beside the three buffers that fill, which has one stream, needs to go through more than four times the
+    caches at every plateau size; 0 where a buffer is enough."""
+    sizes = plateau_sizes(kind, memory_bytes, llc_bytes)
+    return max(size * max(0, COLD_FACTOR * llc_bytes // size + 1 - sizes[-1] // size) for size in sizes)
 
 
 def error(torch: Any, op: str, a: Any, b: Any, c: Any) -> dict[str, Any]:
@@ -185,18 +187,18 @@ def checked(ratio: float, elements: int) -> dict[str, Any]:
 
 
 class Buffers:
-    """Three buffers of the largest size, and for fill a spare one where caches are large; every case works on views,
+    """Three buffers of the largest size, and for fill spare memory where caches are large; every case works on views,
     rotated where it must find them cold. Host buffers of copies between host and device are made when first asked for.
     """
 
     def __init__(
         self, torch: Any, device: str, size: int, llc_bytes: int, threads: int = 1, local_bytes: int | None = None,
-        spare: bool = False,
+        spare_bytes: int = 0,
     ):  # fmt: skip
         self.torch, self.llc_bytes, self.threads, self.local_bytes = torch, llc_bytes, threads, local_bytes
         self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.a, self.b, self.c = (normal(torch, size // ELEMENT_BYTES, torch.float32, device) for _ in range(3))
-        self.spare = torch.empty_like(self.c if spare else self.c[:0]).fill_(0)
+        self.spare = torch.empty(spare_bytes // ELEMENT_BYTES, dtype=torch.float32, device=device).fill_(0)
         self._host: dict[str, tuple[Any, Any]] = {}
         self._sums: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -364,17 +366,17 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     """Warm-up, anchors, all rows in blocks, on a CPU the copy beside plain and streaming C copies, anchors."""
     kind, memory_bytes, llc_bytes = machine.kind, machine.memory_bytes, machine.llc_bytes
     rows = cases(kind, memory_bytes, llc_bytes, session.budget.name == "quick")
-    largest, spare = plateau_sizes(kind, memory_bytes, llc_bytes)[-1], needs_spare(kind, memory_bytes, llc_bytes)
-    count = 4 if spare else 3
-    buffers_of = f"{'four' if spare else 'three'} buffers of {size_name(largest)}"
-    if count * largest > memory_bytes * 0.6:
+    largest, spare = plateau_sizes(kind, memory_bytes, llc_bytes)[-1], spare_bytes(kind, memory_bytes, llc_bytes)
+    needed = 3 * largest + spare
+    buffers_of = f"three buffers of {size_name(largest)}" + (f" and {size_name(spare)} for fill" if spare else "")
+    if needed > memory_bytes * 0.6:
         why = f"{buffers_of} do not fit 60 % of {size_name(memory_bytes)}"
         for row in rows:
             session.skip(row, row.skipped or why)
         return
     session.warm_up(machine)
     try:
-        local = int(memory_bytes * 0.6) - count * largest if machine.numa_nodes > 1 else None
+        local = int(memory_bytes * 0.6) - needed if machine.numa_nodes > 1 else None
         threads = max(1, len(machine.cores))
         buffers = Buffers(machine.torch, machine.device, largest, llc_bytes, threads, local, spare)
     except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors; another process may hold the memory

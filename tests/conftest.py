@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from escher_kernels import METHOD, targets
+from escher_kernels import METHOD, targets, workload
 from escher_kernels.records import Record, RecordFile, Run
 from escher_kernels.timing import BUDGETS, Case, Machine, Prepared
 from validation import config as configuration
@@ -66,6 +67,26 @@ class RecordingSession:
 
     def skip(self, case: Case, reason: str) -> None:
         self.skipped.append((case.name, reason))
+
+
+ESCHER = workload.load()
+TINY = replace(
+    ESCHER, name="tiny", hidden=64, heads=2, head_size=32, ffn=96, depth=2, time_frequency=16, time_tokens=3,
+    query_tokens=12, window_tokens=48, text_tokens=5, pilot=None,
+)  # fmt: skip
+TINY_SPECS = {"cache": TINY, "batch 2": replace(TINY, batch=2), "no cache": replace(TINY, cache=False, window_tokens=12)}
+compiles = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small operations: waking a second thread costs more than it saves."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -18,19 +18,12 @@ from escher_kernels.compute import Pools, coarse, gemm, gemm_error, largest_oper
 from escher_kernels.records import Record
 from escher_kernels.timing import BUDGETS, Machine, Prepared
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ESCHER = workload.load()
 SMALL = workload.fit(ESCHER, "cpu", 2**35)
 SHAPES = [(64, 64, 64), (128, 96, 512), (257, 129, 65), (3, 640, 512), (300, 40, 2), (33, 1, 130), (2, 70, 192)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small products: waking a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def operands(m, n, k, dtype, seed=0):

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,10 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RecordingSession
+from conftest import TINY, TINY_SPECS, RecordingSession, compiles
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import MACHINE, TINY, Run
+from test_ops import MACHINE, Run
 from test_timing import Harness
 
 from escher_kernels import attention, e2e, model, timing, workload
@@ -27,8 +26,10 @@ from escher_kernels.e2e import gaps, pass_limit, peak_bytes
 from escher_kernels.records import to_line
 from escher_kernels.timing import Budget, Machine, Prepared
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).resolve().parent.parent
-SPECS = {"cache": TINY, "batch 2": replace(TINY, batch=2), "no cache": replace(TINY, cache=False, window_tokens=12)}
+SPECS = TINY_SPECS
 BUDGETS = {
     "quick": Budget("quick", block_s=0.002, case_s=4, search_s=6),
     "standard": Budget("standard", block_s=0.002, case_s=4, search_s=6),
@@ -36,16 +37,6 @@ BUDGETS = {
 }
 COMPILE_MODES = e2e.MODES["cpu"]
 MODES_OF = e2e.modes
-compiles = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small operations: waking a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

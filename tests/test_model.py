@@ -4,11 +4,11 @@ Sizes are tiny; what the counts hold for the real geometry is held on the device
 """
 
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ESCHER, TINY, TINY_SPECS, compiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,28 +16,10 @@ from escher_kernels import attention, model, workload
 from escher_kernels.model import Model, branch_errors, counted_flop, functions, relative_error
 from escher_kernels.workload import block_flop, cache_bytes, pass_flop, weight_bytes
 
-ESCHER = workload.load()
-TINY = replace(
-    ESCHER, name="tiny", hidden=64, heads=2, head_size=32, ffn=96, depth=2, time_frequency=16, time_tokens=3,
-    query_tokens=12, window_tokens=48, text_tokens=5, pilot=None,
-)  # fmt: skip
-SPECS = {
-    "cache": TINY,
-    "batch 2": replace(TINY, batch=2),
-    "no cache": replace(TINY, cache=False, window_tokens=12),
-    "one slot, one frame": replace(TINY, window_tokens=12, time_tokens=1),
-}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPECS = {**TINY_SPECS, "one slot, one frame": replace(TINY, window_tokens=12, time_tokens=1)}
 F = torch.nn.functional
-compiles = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small operations: waking a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(spec=TINY, seed=0, dtype=torch.bfloat16, backend=attention.DEFAULT):

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,35 +14,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ESCHER, TINY, TINY_SPECS, compiles
 
 from escher_kernels import attention, model, ops, timing, workload
 from escher_kernels.ops import COMPILED, DEFAULT, Operands, cases, prepare
 from escher_kernels.records import to_line
 from escher_kernels.timing import Budget, CpuTimer, Machine, Session
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).resolve().parent.parent
-ESCHER = workload.load()
-TINY = replace(
-    ESCHER, name="tiny", hidden=64, heads=2, head_size=32, ffn=96, depth=2, time_frequency=16, time_tokens=3,
-    query_tokens=12, window_tokens=48, text_tokens=5, pilot=None,
-)  # fmt: skip
-SPECS = {"cache": TINY, "batch 2": replace(TINY, batch=2), "no cache": replace(TINY, cache=False, window_tokens=12)}
+SPECS = TINY_SPECS
 WIDER = replace(TINY, hidden=256, heads=2, head_size=128, ffn=512, query_tokens=48, window_tokens=96, text_tokens=32)
 OPS = {op.name: op for op in workload.ops(TINY)}
 ELEMENT_WISE = {"time_embed", "norm", "norm_affine", "modulate", "qk_norm", "rope", "residual_gate", "residual", "gelu"}
 QUICK = Budget("quick", block_s=0.002, case_s=4, search_s=6)
 MACHINE = Machine(torch, "cpu", "cpu", "bf16", 2**30, 2**14, (0,))
 F = torch.nn.functional
-compiles = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Small operations: waking a second thread costs more than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

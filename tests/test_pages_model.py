@@ -438,7 +438,7 @@ def test_the_anchors_are_told(run_of, family, page):
     assert "The anchors were steady meanwhile." in page.finding(run).markdown
     last = changed(run, family, lambda r: replace(r, samples_s=(0.02,)) if r.role == "anchor" and r.block else r)
     text = page.finding(last).markdown
-    assert "**Noisy:** anchor.gemm and anchor.copy moved meanwhile." in text and "steady" not in text
+    assert "**Noisy:** an anchor moved meanwhile (anchor.gemm by " in text and "anchor.copy by " in text and "steady" not in text
     assert "**Not the machine of the roofs:** anchor.gemm by -25 %" in text  # the median of 100 and 50, against 100
     both = changed(run, family, lambda r: replace(r, samples_s=(0.008,)) if r.case == "anchor.copy" else r)
     text = page.finding(both).markdown

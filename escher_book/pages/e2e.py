@@ -7,7 +7,7 @@ import pandas as pd
 
 from escher_book import charts
 from escher_book.charts import NOTHING
-from escher_book.findings import correctness
+from escher_book.findings import correctness, meanwhile
 from escher_book.stage import escape
 from escher_book.tables import (
     GIGA,
@@ -41,7 +41,7 @@ def finding(run: LoadedRun) -> Text:
     rows = [r for r in derive.rows(run.records("e2e"), run.config, run.kind) if r.role == "case"]
     return Text(
         _times(run, found), _speedup(found), _rest(run), _counter(run, found), _right(found), correctness(rows),
-        _meanwhile(run, found), _pilot(run),
+        meanwhile(run, "e2e", shift=found.shift), _pilot(run),
     )  # fmt: skip
 
 
@@ -125,19 +125,6 @@ def _right(found: E2e) -> str | None:
     errors = [f"{e['check']} {e['rel_frobenius']:.1e} ({'' if e['ok'] else '**beyond** '}bound {e['rel_frobenius_limit']:.1e})"
               for e in found.compile_errors if e.get("rel_frobenius") is not None]  # fmt: skip
     return f"Compiled against eager, relative Frobenius: {', '.join(errors)}." if errors else None
-
-
-def _meanwhile(run: LoadedRun, found: E2e) -> str:
-    limit = run.config.threshold("anchor_moved_frac")
-    anchors = derive.anchors(run.records("e2e"), run.config)
-    moved = [a.case for a in anchors if a.moved]
-    away = [f"{case} by {number(s * 100, 2)} %" for case, s in found.shift.items() if abs(s) > limit]
-    text = "The anchors were steady meanwhile."
-    if moved:
-        text = f"**Noisy:** {' and '.join(moved)} moved meanwhile."
-    elif not anchors or any(len(a.rates) < 2 for a in anchors):
-        text = "Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice."
-    return text + (f" **Not the machine of the roofs:** {', '.join(away)} since they were measured." if away else "")
 
 
 def _pilot(run: LoadedRun) -> str | None:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from escher_book import charts
 from escher_book.charts import COLOURS, NOTHING
-from escher_book.findings import correctness
+from escher_book.findings import correctness, meanwhile
 from escher_book.tables import (
     GIGA,
     NONE,
@@ -45,7 +45,7 @@ def finding(run: LoadedRun) -> Text:
         return Text("This family was not measured.")
     return Text(
         _sums(run, found), _bands(found), _losses(found), _identical(found), _launch_bound(found), _dtype(run),
-        correctness([r for r in found.every if r.role == "case"]), _meanwhile(run, "ops", found.shift),
+        correctness([r for r in found.every if r.role == "case"]), meanwhile(run, "ops", shift=found.shift),
     )  # fmt: skip
 
 
@@ -128,22 +128,6 @@ def _launch_bound(found: Ops) -> str | None:
 def _dtype(run: LoadedRun) -> str | None:
     dtype = run.files["ops"].run.parameters["dtype"]
     return None if dtype == "bf16" else f"This device has no BF16 units: the model runs in {dtype.upper()}."
-
-
-def _meanwhile(run: LoadedRun, family: str, shift: dict[str, float]) -> str:
-    """Whether the machine was the one that the roofs were measured on."""
-    limit = run.config.threshold("anchor_moved_frac")
-    anchors = derive.anchors(run.records(family), run.config)
-    moved = [a.case for a in anchors if a.moved]
-    away = [f"{case} by {number(s * 100, 2)} %" for case, s in shift.items() if abs(s) > limit]
-    words = ["The anchors were steady meanwhile."]
-    if moved:
-        words = [f"**Noisy:** {' and '.join(moved)} moved meanwhile."]
-    elif not anchors or any(len(a.rates) < 2 for a in anchors):
-        words = ["Whether the machine was steady meanwhile is **unknown**: an anchor ran less than twice."]
-    if away:
-        words.append(f"**Not the machine of the roofs:** {', '.join(away)} since they were measured; ratios carry that.")
-    return " ".join(words)
 
 
 def work(run: LoadedRun) -> Table:
