@@ -232,7 +232,7 @@ def chunk_chart(run: LoadedRun) -> alt.LayerChart | Text:
         .add_params(pick),
     ]  # fmt: skip
     title = f"A8b  Time of each {found.spec.unit}"
-    return charts.base(alt.layer(*layers), title, "blocks of eager and compiled alternate; dashed: median of block medians")
+    return charts.base(alt.layer(*layers), title, "eager and compiled blocks alternate; dashed: median")
 
 
 def ledger(run: LoadedRun) -> Table | Text:

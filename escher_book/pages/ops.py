@@ -200,9 +200,12 @@ def times(run: LoadedRun) -> Table:
         return r.optimized.params.get("attention") or r.optimized.params["path"]
 
     def said(r: OpRow) -> str:
-        words = [notes(r.default)] if r.default else ["not run"]
-        words += [f"{x.params['path']}: {notes(x)}" for x in r.others if x is r.optimized or x.wrong]
-        return "; ".join(w for w in words if w and not w.endswith(": "))
+        if r.default is None or not r.default.time_s:
+            return notes(r.default) if r.default else "not run"
+        parts = [part for x in (r.default, r.optimized) for part in notes(x).split("; ") if part]
+        heads = [part.partition(":")[0] for part in parts]
+        wrong = [f"{x.params['path']}: wrong result" for x in r.others if x.wrong]
+        return "; ".join(dict.fromkeys([*heads, *wrong]))
 
     columns = [
         Column("operation", lambda r: r.op.name),
@@ -212,7 +215,6 @@ def times(run: LoadedRun) -> Table:
         Column("optimized path", lambda r: _time(r.optimized), True),
         Column("which", path),
         Column("optimized / theory", lambda r: ratio(r.ratio.get(OPTIMIZED)), True),
-        Column("of the roof there", lambda r: percent(r.attains), True),
         Column("judged", lambda r: "launch-bound" if r.launch_bound else r.band or NONE),
         Column("notes", said, optional=True),
     ]
@@ -225,11 +227,13 @@ def times(run: LoadedRun) -> Table:
             "optimized_s": r.optimized and r.optimized.time_s.median, "optimized_path": path(r),
             "ratio_default": r.ratio[DEFAULT].median if DEFAULT in r.ratio else None,
             "ratio_optimized": r.ratio[OPTIMIZED].median if OPTIMIZED in r.ratio else None, "band": r.band,
-            "launch_bound": r.launch_bound,
+            "launch_bound": r.launch_bound, "attains_frac": r.attains and r.attains.median,
+            "notes": r.default and notes(r.default), "optimized_notes": r.optimized and notes(r.optimized),
         }
         for r in found.rows
     ]  # fmt: skip
-    return Table("ops_times", "Each operation alone: one execution, operands cold", columns, found.rows, raw)
+    caption = "Each operation alone: one execution, operands cold"
+    return Table("ops_times", caption, columns, found.rows, raw)
 
 
 def _time(row: derive.Row | None) -> str:
