@@ -29,6 +29,7 @@ def base(chart: alt.LayerChart, title: str, subtitle: str) -> alt.LayerChart:
     return chart.properties(width="container", height=HEIGHT, title=head).configure(
         font="system-ui, sans-serif",
         axis=alt.AxisConfig(labelFontSize=12, titleFontSize=12),
+        axisQuantitative=alt.AxisConfig(labelOverlap="greedy", labelSeparation=4),
         legend=alt.LegendConfig(labelFontSize=12, titleFontSize=12),
         view=alt.ViewConfig(stroke=None),
     )

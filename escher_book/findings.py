@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from escher_book.stage import escape
 from escher_book.tables import GIGA, TERA, interval, number, percent, value
+from escher_kernels.workload import Spec
 from validation import derive, roofline
 from validation.derive import LoadedRun
 
@@ -52,6 +53,16 @@ def banners(run: LoadedRun) -> list[tuple[str, str]]:
     if run.found.note:
         out.append(("danger", run.found.note))
     return out
+
+
+def part_of(spec: Spec) -> str:
+    """What of the workload ran, where it was not the whole: depth and tokens, or the sizes that were asked for."""
+    whole = spec.whole()
+    if spec == whole:
+        _, asked, sizes = (spec.derived_why or "").partition("asked for: ")
+        return f" ({sizes})" if asked else ""
+    blocks = f"{spec.depth} of {whole.depth} blocks"
+    return f" ({blocks}, {spec.query_tokens:,} of {whole.query_tokens:,} tokens)"
 
 
 def provenance(run: LoadedRun) -> str:
@@ -177,12 +188,12 @@ def cards(run: LoadedRun) -> str:
     if whole := roofline.e2e(run):
         shares = {m.scope: m.shares.get("measured") for m in roofline.mfu(run)}
         for name in (roofline.EAGER, roofline.COMPILED):
-            row, label = whole.rows.get(name), f"Model, {name}"
+            row, label = whole.rows.get(name), f"Model{part_of(whole.spec)}, {name}"
             if row is None:
                 out.append(card(label, "–", "", "", f"unavailable: {whole.unavailable[name]}"))
                 continue
-            share = shares[name]
-            basis = f"MFU {percent(share)} of the measured compute roof" if share else "no compute roof in this run"
+            share, doubts = shares[name], "" if c and c.converged else " (roof not converged)"
+            basis = f"MFU {percent(share)} of the measured compute roof{doubts}" if share else "no compute roof in this run"
             around = f"a {whole.spec.unit}, interval {interval(row.time_s, 1e-3)}"
             around += ", noisy: an anchor moved" if derive.ANCHOR_MOVED in row.flags else ""
             out.append(card(label, value(row.time_s, 1e-3), "ms", around, basis))

@@ -63,6 +63,11 @@ def percent(estimate: Estimate | None) -> str:
     return NONE if estimate is None else f"{rounded(estimate.median * 100, decimals_of(estimate, 0.01, 3))} %"
 
 
+def small_percent(frac: float) -> str:
+    """A share without an interval; what is under a tenth of a percent says no more than that."""
+    return "< 0.1 %" if 0 < frac < 0.001 else f"{number(frac * 100)} %"
+
+
 def seconds(value_s: float | None) -> str:
     if value_s is None:
         return NONE
@@ -119,7 +124,7 @@ class Table:
             return f'<p class="subtitle">{html.escape(self.caption)}: nothing to show.</p>'
 
         def cell(tag: str, column: Column, text: str) -> str:
-            mark = ' class="num"' if column.numeric else ""
+            mark = ' class="num"' if column.numeric else ' class="notes"' if column.title == "notes" else ""
             return f"<{tag}{mark}>{html.escape(text)}</{tag}>"
 
         head = "".join(cell("th", c, c.title) for c in self.columns)

@@ -72,7 +72,12 @@ def attend(torch: Any, name: str) -> Callable[[Any, Any, Any], Any]:
             out = function(q, k, v)
             return out[0] if isinstance(out, (tuple, list)) else out  # aiter of early 2025 returns a tuple of one
 
-        return package_call
+        opaque = _opaque(torch, name, package_call)
+
+        def call_package(q: Any, k: Any, v: Any) -> Any:
+            return opaque(q, k, v) if torch.compiler.is_compiling() else package_call(q, k, v)
+
+        return call_package
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -82,6 +87,21 @@ def attend(torch: Any, name: str) -> Callable[[Any, Any, Any], Any]:
         return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
     return call
+
+
+def _opaque(torch: Any, name: str, function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The package's call as one operator that torch.compile does not look into: packages do things that cannot be
+    traced, and a model is compiled as one graph or not at all. Contiguous: a package may hand out any strides, and the
+    graph must know them (an output that is contiguous is not copied)."""
+
+    def contiguous(q: Any, k: Any, v: Any) -> Any:
+        return function(q, k, v).contiguous()
+
+    operator = torch.library.custom_op(
+        f"escher::attend_{name}", contiguous, mutates_args=(), schema="(Tensor q, Tensor k, Tensor v) -> Tensor"
+    )
+    operator.register_fake(lambda q, k, v: q.new_empty(q.shape))
+    return operator
 
 
 @contextlib.contextmanager

@@ -76,17 +76,28 @@ def reset_peak(machine: Machine) -> None:
         pass  # the peak then is that of the process, and `peak_bytes` says so
 
 
+def used_bytes(machine: Machine, root: Path = Path("/proc/self")) -> int:
+    """What the process holds now, before the model is built: the peak is told beyond it."""
+    if machine.kind == "gpu":
+        return int(machine.torch.cuda.memory_allocated())
+    return _status(root, "VmRSS")[0] or 0
+
+
 def peak_bytes(machine: Machine, root: Path = Path("/proc/self")) -> tuple[int | None, str]:
     """(bytes, what they are): peak of torch's allocator on a GPU, of the resident set on a CPU host."""
     if machine.kind == "gpu":
         peak = int(machine.torch.cuda.max_memory_allocated())
         return (peak, "allocated on the device") if peak else (None, "the allocator reports a peak of 0")
+    return _status(root, "VmHWM")
+
+
+def _status(root: Path, name: str) -> tuple[int | None, str]:
     try:
         status = (root / "status").read_text(encoding="ascii", errors="replace")
     except OSError as exc:
         return None, f"{root / 'status'}: {exc.strerror}"
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.M)
-    return (int(found.group(1)) * 1024, "resident set of the process") if found else (None, "no VmHWM")
+    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.M)
+    return (int(found.group(1)) * 1024, "resident set of the process") if found else (None, f"no {name}")
 
 
 # ---- attention and compiling ----
@@ -111,7 +122,7 @@ def choose_attention(session: Session, machine: Machine, spec: Spec, dtype: Any)
                 ran = attention.what_ran(torch, lambda run=run, kept=kept: kept.append(run(q, k, v)))
             error = attention.attention_error(torch, q, k, v, kept[-1])
         except Exception as exc:  # no kernel for this shape, out of memory; a package fails in ways of its own
-            session.skip(item, _reason(exc))
+            session.skip(item, model.first_line(exc))
             continue
         session.record(item, error=error, backend=ran)
         if error["ok"] and attention.is_backend(name, ran):
@@ -149,23 +160,19 @@ def compile_model(session: Session, machine: Machine, net: Model, modes: tuple[s
             seconds = time.perf_counter() - began
             errors = compiled_errors(torch, net, blocks, got)
         except Exception as exc:  # dynamo, inductor, the C++ compiler or Triton can raise anything
-            session.skip(item, f"unavailable: {_reason(exc)}")
+            session.skip(item, f"unavailable: {model.compile_failure(torch, exc)}")
             continue
-        counters = torch._dynamo.utils.counters
-        out = Compiled(blocks, mode, seconds, counters["stats"]["unique_graphs"],
-                       counters["inductor"]["fxgraph_cache_hit"])  # fmt: skip
+        graphs = model.graphs_compiled(torch)
+        if not graphs:
+            session.skip(item, "unavailable: nothing was compiled, what ran was eager (is TORCHDYNAMO_DISABLE set?)")
+            continue
+        out = Compiled(blocks, mode, seconds, graphs, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
         item = replace(item, params={**item.params, "graphs": out.graphs, "from_cache": out.from_cache})
         for error in errors:
             session.record(item, error=error, value=round(seconds, 3), unit="s")
         if all(e["ok"] for e in errors):
             return out
     return None
-
-
-def _reason(exc: BaseException) -> str:
-    """The first line that says something; compilers wrap the cause."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
 def step(torch: Any) -> None:
@@ -266,6 +273,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         session.warm_up(machine)
         backend = choose_attention(session, machine, spec, element)
         session.progress(f"building the model, depth {spec.depth}, attention {backend}")
+        before = used_bytes(machine)
         net = Model(torch, spec, element, machine.device, backend)
         with model.inference(torch, backend):
             net.run(0)  # the first pass needs memory of its own
@@ -273,7 +281,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         for item in (eager, compiled):
             session.skip(item, str(exc).splitlines()[0])
         return
-    sizes = {"weights_bytes": net.weight_bytes(), "cache_bytes": net.cache_bytes()}
+    sizes = {"weights_bytes": net.weight_bytes(), "cache_bytes": net.cache_bytes(), "before_bytes": before}
     session.anchor()
     with model.inference(torch, backend):
         _record_peak(session, machine, "memory.eager", sizes, lambda: net.run(0))
@@ -281,7 +289,9 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         items = [prepare(session, machine, net, replace(eager, params={**eager.params, "attention": backend}), None,
                          f"eager, attention {backend}")]  # fmt: skip
         if made:
-            _record_peak(session, machine, "memory.compiled", sizes, lambda: net.run(0, made.blocks))
+            graphs = kind == "gpu" and made.mode != "default"
+            note = ", without what replayed graphs keep in pools of their own" if graphs else ""
+            _record_peak(session, machine, "memory.compiled", sizes, lambda: net.run(0, made.blocks), note)
             item = replace(compiled, params={**compiled.params, "attention": backend, "mode": made.mode})
             named = f"torch.compile, mode {made.mode}, attention {backend}"
             items.append(prepare(session, machine, net, item, made.blocks, named))
@@ -294,7 +304,10 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
             _record_gaps(session, torch, net, made)
 
 
-def _record_peak(session: Session, machine: Machine, name: str, sizes: dict[str, int], call: Callable[[], Any]) -> None:
+def _record_peak(
+    session: Session, machine: Machine, name: str, sizes: dict[str, int], call: Callable[[], Any], note: str = ""
+) -> None:
+    """The peak of one pass beyond what the process held before the model was built."""
     try:
         call()
         reset_peak(machine)
@@ -302,14 +315,14 @@ def _record_peak(session: Session, machine: Machine, name: str, sizes: dict[str,
         if machine.kind == "gpu":
             machine.torch.cuda.synchronize()
     except RuntimeError as exc:  # its own reason here; the row that is timed meets it again
-        session.skip(value_case(name, **sizes), _reason(exc))
+        session.skip(value_case(name, **sizes), model.first_line(exc))
         return
     peak, what = peak_bytes(machine)
-    item = value_case(name, what=what, **sizes)
+    item = value_case(name, what=what + note, **sizes)
     if peak is None:
         session.skip(item, what)
     else:
-        session.record(item, value=float(peak), unit="B")
+        session.record(item, value=float(max(0, peak - sizes["before_bytes"])), unit="B")
 
 
 def _record_gaps(session: Session, torch: Any, net: Model, made: Compiled | None) -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -172,7 +174,11 @@ def block_class(torch: Any) -> type:
             return one, two, three, f.residual_gate(x, three, gate2)
 
         def forward(self, x: Any, e: Any, cosine: Any, sine: Any, positions: Any) -> Any:
-            return self.branches(x, e, cosine, sine, positions)[-1]
+            """The sum alone: no branch outlives its addition."""
+            shift, scale, gate, shift2, scale2, gate2 = self.modulations(e)
+            x = f.residual_gate(x, self.self_attention(x, shift, scale, cosine, sine, positions), gate)
+            x = f.residual(x, self.cross_attention(x))
+            return f.residual_gate(x, self.feed_forward(x, shift2, scale2), gate2)
 
     return Block
 
@@ -340,6 +346,27 @@ def compiled_blocks(torch: Any, model: Model, mode: str) -> list[Any]:
     """The model's blocks through torch.compile. Nothing runs yet: the first call compiles one block, which all reuse."""
     options = {} if mode == "default" else {"mode": mode}
     return [torch.compile(block, fullgraph=True, dynamic=False, **options) for block in model.blocks]
+
+
+def first_line(exc: BaseException) -> str:
+    """An exception in one line: its type, and the first line that says something."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def compile_failure(torch: Any, exc: BaseException) -> str:
+    """One line of a compiler's error: the line that names an error, else the first; and the known cause of many."""
+    named = next((line.strip() for line in str(exc).splitlines() if re.search(r"\berror:", line)), None)
+    text = f"{type(exc).__name__}: {named}"[:300] if named else first_line(exc)
+    paths = (os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), os.path.dirname(getattr(torch, "__file__", "") or ""))
+    if spaced := [path for path in paths if re.search(r"\s", path)]:
+        text += f"; torch's compiler does not quote paths, and {spaced[0]!r} holds a space: use one without"
+    return text
+
+
+def graphs_compiled(torch: Any) -> int:
+    """Graphs that torch.compile has made in this process since its counters were cleared; 0: what ran was eager."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @contextlib.contextmanager

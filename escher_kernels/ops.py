@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +41,12 @@ def case(op: Op, dtype: str, path: str = DEFAULT) -> Case:
     return Case(name, params, flop=op.flop or None, bytes_moved=op.bytes, cache="cold")
 
 
-def paths(op: Op, kind: str) -> list[str]:
-    """The paths of an operation that can be faster than the default, best guess first."""
+def paths(op: Op, kind: str, quick: bool = False) -> list[str]:
+    """The paths of an operation that can be faster than the default, best guess first. `quick` leaves out what is tuned
+    for minutes: GEMMs through the compiler."""
     if op.kind == "attention":
         return list(attention.BACKENDS)
-    if op.kind == "cache_write" or (op.kind == "linear" and kind == "cpu"):
+    if op.kind == "cache_write" or (op.kind == "linear" and (quick or kind == "cpu")):
         return []  # a copy is a copy; a CPU has one GEMM library
     return [COMPILED]
 
@@ -171,6 +172,11 @@ class Outputs:
         self.kept.append(out)
         return out
 
+    def trim(self) -> None:
+        """Let go of all but the last: many operations take turns, and only one needs its outputs to rotate."""
+        while len(self.kept) > 1:
+            self.kept.popleft()
+
     def poison(self) -> None:
         """Fill what is kept with NaN, and let go of it: the next call is given memory that holds NaN.
 
@@ -216,7 +222,14 @@ def _prepared(torch: Any, operands: Operands, op: Op, item: Case, run: Callable,
     cold = len(sets) * op.bytes > operands.cold_bytes or operands.machine.llc_bytes == 0
     item = replace(item, params={**item.params, "operand_sets": len(sets)})
     flags = () if cold else ("NOT_COLD",)
-    return Prepared(item, call, poison, check, backend, flags=flags, inside=inside)
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        with inside():
+            yield
+        outputs.trim()
+
+    return Prepared(item, call, poison, check, backend, flags=flags, inside=block)
 
 
 def _attention(torch: Any, operands: Operands, op: Op, item: Case, path: str) -> Prepared:
@@ -240,7 +253,7 @@ def _attention(torch: Any, operands: Operands, op: Op, item: Case, path: str) ->
     try:
         ran = attention.what_ran(torch, once)
     except Exception as exc:  # no kernel for this shape or dtype, out of memory; a package fails in ways of its own
-        return Prepared(replace(item, skipped=f"{type(exc).__name__}: {exc}".splitlines()[0]))
+        return Prepared(replace(item, skipped=model.first_line(exc)))
     if path != DEFAULT and not attention.is_backend(name, ran):
         return Prepared(replace(item, skipped=f"{name} was asked for, {ran} ran"))
     known = attention.backend_of(ran)
@@ -317,7 +330,8 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     """Warm-up, anchors, every operation on its default path and on the others in blocks, anchors."""
     torch, kind, dtype = machine.torch, machine.kind, machine.dtype
     element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    planned = [(op, path) for op in ops(spec) for path in (DEFAULT, *paths(op, kind))]
+    quick = session.budget.name == "quick"
+    planned = [(op, path) for op in ops(spec) for path in (DEFAULT, *paths(op, kind, quick))]
     if kind == "gpu":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -346,9 +360,11 @@ def ready(torch: Any, operands: Operands, op: Op, dtype: str, path: str) -> Prep
         item = prepare(torch, operands, op, dtype, path)
         if compiled:
             item.call(0)
+            if not model.graphs_compiled(torch):
+                raise RuntimeError("nothing was compiled, what ran was eager (is TORCHDYNAMO_DISABLE set?)")
         return item
     except Exception as exc:  # a compiler chain (dynamo, inductor, C++ or Triton) can raise anything
         if not compiled and not isinstance(exc, RuntimeError):  # torch's out-of-memory errors are RuntimeErrors
             raise
-        reason = f"{'torch.compile failed: ' if compiled else ''}{type(exc).__name__}: {exc}".splitlines()[0]
-        return Prepared(replace(case(op, dtype, path), skipped=reason))
+        why = f"torch.compile failed: {model.compile_failure(torch, exc)}" if compiled else model.first_line(exc)
+        return Prepared(replace(case(op, dtype, path), skipped=why))

@@ -198,15 +198,16 @@ class GpuTimer:
 ANCHOR_N = {"gpu": 8192, "cpu": 1024}
 ANCHOR_COPY_BYTES = {"gpu": 2**30, "cpu": 2**28}
 ANCHOR_CALL_S = 0.05
+PATTERN = 2**24 - 3  # a prime: no two rows of a matrix, or tokens of q and k, hold the same stretch of it
 
 
 def normal(torch: Any, elements: int, dtype: Any, device: str) -> Any:
     """A flat tensor of N(0,1) values, first touched in parallel with the split that elementwise kernels use.
 
-    Values repeat after 2^24 elements: drawing them is serial on a CPU and would take longer than measuring.
+    Values repeat after `PATTERN` elements: drawing them is serial on a CPU and would take longer than measuring.
     """
     out = torch.empty(elements, dtype=dtype, device=device).fill_(0)
-    pattern = torch.randn(min(elements, 2**24), device=device).to(dtype)
+    pattern = torch.randn(min(elements, PATTERN), device=device).to(dtype)
     for start in range(0, elements, len(pattern)):
         part = out[start : start + len(pattern)]
         part.copy_(pattern[: len(part)])

@@ -18,6 +18,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MODELS = "reference_video_models.json"
 DEFAULT = "escher_14b_480p"
 ELEMENT_BYTES = 2  # BF16 and FP16
+ROTARY_STREAMS = 10  # activations of S x hidden, of 16 bits, that are alive at once in the model's rotary embedding
 TABLE_BYTES = 4  # cosines and sines of the rotary embedding are FP32
 CPU_BLOCK_FLOP = 2.5e11  # what one block may cost on a CPU host: about 0.7 s at 0.35 TFLOP/s
 MEMORY_FRAC = {"gpu": 0.9, "cpu": 0.5}  # of the memory that weights, caches and activations may fill
@@ -132,6 +133,7 @@ def from_json(data: Any, where: str) -> Spec:
         if name == "name" and not re.fullmatch(r"[\w.-]+", value):  # it becomes part of a directory's name
             raise WorkloadError(f"{where}: name is {value!r}; expected letters, digits, - _ . only")
     spec = _checked(Spec(**data), where)
+    _check_pilot(spec.pilot or {}, where)
     for name, value in (spec.full or {}).items():
         if name not in FULL:
             raise WorkloadError(f"{where}: full has the unknown key {name!r}; known: {', '.join(FULL)}")
@@ -139,6 +141,18 @@ def from_json(data: Any, where: str) -> Spec:
             _whole_number(where, f"full.{name}", value)
     _checked(spec.whole(), f"{where}: full")
     return spec
+
+
+def _check_pilot(pilot: dict[str, Any], where: str) -> None:
+    """A pilot's figures are positive numbers, its source is text."""
+    shares = pilot.get("mfu_pct", {})
+    if not isinstance(shares, dict) or not isinstance(pilot.get("source", ""), str):
+        raise WorkloadError(f'{where}: pilot.mfu_pct or pilot.source is of the wrong kind; expected {{"eager": 93}} and text')
+    for name, value in {**pilot, **{f"mfu_pct.{k}": v for k, v in shares.items()}}.items():
+        if name in ("mfu_pct", "source"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            raise WorkloadError(f"{where}: pilot.{name} is {value!r}; expected a number above 0 and below 1e9, e.g. 1360")
 
 
 def _whole_number(where: str, name: str, value: Any) -> None:
@@ -397,9 +411,11 @@ def cache_bytes(spec: Spec) -> int:
 
 
 def activation_bytes(spec: Spec) -> int:
-    """Peak of the live activations of one block: the residual stream with, at the widest place, q, k, v, the output
-    and the norm's result of attention, or the FFN's input and its inner activation before and after GELU."""
-    return ELEMENT_BYTES * spec.batch * spec.query_tokens * max(6 * spec.hidden, 2 * spec.hidden + 2 * spec.ffn)
+    """Peak of the live activations of one eager block: `ROTARY_STREAMS` while k is rotated (the residual stream, the
+    norm's result, q, k, v, and in FP32 the rotated halves and their stack), or in the FFN the residual stream before and
+    after attention, the norm's result, and the inner activation before and after GELU."""
+    width = max(ROTARY_STREAMS * spec.hidden, 3 * spec.hidden + 2 * spec.ffn)
+    return ELEMENT_BYTES * spec.batch * spec.query_tokens * width
 
 
 def weight_bytes(spec: Spec) -> int:

@@ -224,6 +224,7 @@ def patches(paper: Paper, total_bytes: int) -> contextlib.ExitStack:
         (capacity, "in_child", in_child(total_bytes)),
         (ops, "Operands", lambda torch, machine, spec, dtype: SimpleNamespace(machine=machine)),
         (ops, "prepare", paper.prepare_op),
+        (model, "graphs_compiled", lambda torch: 1),
         (attention, "enable_experimental_aotriton", lambda torch: "1 (set here)"),
         (model, "counted_flop", counter),
         (model, "inference", lambda torch, backend: contextlib.nullcontext()),
@@ -233,6 +234,7 @@ def patches(paper: Paper, total_bytes: int) -> contextlib.ExitStack:
         (e2e, "prepare", prepared),
         (e2e, "reset_peak", lambda machine: None),
         (e2e, "peak_bytes", peak_bytes),
+        (e2e, "used_bytes", lambda machine: 0),
         (e2e, "idle_s", lambda torch, call, passes=3: next(idles)),
     ):
         stack.enter_context(mock.patch.object(target, name, stand_in))

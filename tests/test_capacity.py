@@ -510,7 +510,7 @@ WORKLOAD = workload.load("escher_14b_480p")
 DERIVED = workload.fit(WORKLOAD, "cpu", 24 * GIB)
 WEIGHTS = 40 * (8 * 5120**2 + 2 * 5120 * 13824) * 2 + (256 * 5120 + 7 * 5120**2) * 2
 CACHES = 40 * 2 * (18720 + 512) * 5120 * 2
-ACTIVATIONS = 4680 * (2 * 5120 + 2 * 13824) * 2
+ACTIVATIONS = 4680 * 10 * 5120 * 2  # while k is rotated
 NEED = WEIGHTS + CACHES + ACTIVATIONS
 
 
@@ -536,6 +536,7 @@ def test_the_need_by_hand():
     need = memory.Need(WORKLOAD)
     assert (need.weights_bytes, need.caches_bytes, need.activations_bytes) == (WEIGHTS, CACHES, ACTIVATIONS)
     assert round(WEIGHTS / 1e9, 2) == 28.47 and round(CACHES / 1e9, 2) == 15.75 and need.bytes == NEED
+    assert (ACTIVATIONS, NEED) == (479_232_000, 44_705_546_240)
     assert need.largest_tensor_bytes == 2 * 6 * 5120**2  # the time projection
     assert memory.Need(workload.load("wan2_2_i2v_a14b")).largest_tensor_bytes == 75600 * 13824 * 2
 
@@ -641,7 +642,7 @@ def test_a_host_that_is_too_small(made_run):
     text = page.finding(run).markdown
     assert text.startswith("**20.00 GiB of this host's memory can be given to a model**")
     assert "90.9 % of all host memory, 22.00 GiB" in text and "a reserve of 2.00 GiB stays free" in text
-    assert "needs 41.5 GiB" in text and "**It does not fit**, 21.5 GiB are missing; 18 blocks would." in text
+    assert "needs 41.6 GiB" in text and "**It does not fit**, 21.6 GiB are missing; 18 blocks would." in text
     assert "as it ran in this run (depth 1" in text and "**It fits**, with " in text
     assert "device" not in text and "rated" not in text
 
@@ -703,8 +704,14 @@ def test_every_workload_is_in_the_table(made_run):
     assert shown == set(workload.names()) and len(table.raw) == len(table.cells)
     whole = next(r for r in table.raw if r["whole"] and r["workload"] == "escher_14b_480p")
     assert whole["needed_bytes"] == NEED and whole["fits"] is False and whole["margin_bytes"] == 20 * GIB - NEED
-    fits = [c.title for c in table.columns].index("fits")
-    assert [row[fits] for row in table.cells[:3]] == ["yes", "no", "yes"]
+    titles = [c.title for c in table.columns]
+    assert titles == ["workload", "fits", "depth", "tokens, window", "needs, GiB", "weights + caches + activations",
+                      "left, GiB", "blocks that fit"]  # fmt: skip
+    assert [row[1] for row in table.cells[:3]] == ["yes", "no", "yes"]
+    # 28.47, 15.75 and 0.575 GB of 44.80 GB, in GiB, and 20 less that
+    assert table.cells[1][4:7] == ["41.6", "26.5 + 14.7 + 0.446", "-21.6"]
+    rated = page.needs(run_of(made_run, records_of(286 * GIB), found=MI355X))
+    assert rated.columns[-1].title == "rated holds it" and {"yes"} <= {row[-1] for row in rated.cells} <= {"yes", "no"}
 
 
 @pytest.mark.parametrize(("blocks", "shown"), [(int(0.2 * GIB), "0.20"), (1382 * GIB, "1,382.00"), (0, "0")])
@@ -723,7 +730,10 @@ def test_skipped_amounts_keep_their_reason(made_run):
     assert page.finding(run).markdown == "**No capacity:** the child process ended early with status 1."
     assert page.amounts(run).cells[-1][-1] == "skipped: the child process ended early with status 1"
     assert "Nothing to draw" in page.footprint(run).markdown
-    assert {row[-2] for row in page.needs(run).cells} == {"–"}
+    needs = page.needs(run)
+    for title in ("fits", "left, GiB"):
+        column = [c.title for c in needs.columns].index(title)
+        assert {row[column] for row in needs.cells} == {"–"}, title
 
 
 def test_a_run_without_the_family(made_run):

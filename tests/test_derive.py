@@ -42,11 +42,45 @@ def test_roof_is_the_median_of_block_medians_with_their_range(made_run):
     assert (roof.time_s.lo, roof.time_s.hi) == pytest.approx((0.9, 1.2))
     assert (roof.time_s.blocks, roof.time_s.samples) == (6, 9)
     assert roof.time_s.coverage == pytest.approx(1 - 2 / 2**6)
-    rates = sorted(1000 / t for t in (1.1, 1.05, 0.95, 1.15, 0.9, 1.2))
-    assert roof.flop_s.median == pytest.approx((rates[2] + rates[3]) / 2)
-    assert (roof.flop_s.lo, roof.flop_s.hi) == pytest.approx((rates[0], rates[-1]))
+    assert roof.flop_s.median == pytest.approx(1000 / 1.075)  # of the time, not the median 930.74 of the blocks' rates
+    assert roof.flop_s == roof.time_s.over(1000)
+    assert (roof.flop_s.lo, roof.flop_s.hi) == pytest.approx((1000 / 1.2, 1000 / 0.9))
     assert roof.bytes_s is None  # no bytes were declared
     assert not derive.compute(run).converged
+
+
+def test_a_rate_is_work_over_the_times_estimate_where_the_work_is_one(made_run):
+    run = made_run([])
+    times = [1.0, 2.0, 3.0, 6.0]
+    [row] = derive.rows(blocks(times, flop=60, bytes_moved=120), run.config)
+    assert (row.flop_s.lo, row.flop_s.median, row.flop_s.hi) == pytest.approx(
+        (10, 60 / 2.5, 60)
+    )  # not 25 of 60 30 20 10
+    assert row.bytes_s == row.time_s.over(120) and row.flop_s.times(2) == row.bytes_s
+    items = [
+        dataclasses.replace(r, flop=f) for r, f in zip(blocks(times, bytes_moved=120), (60, 60, 60, 600), strict=True)
+    ]
+    [row] = derive.rows(items, run.config)
+    assert (row.flop_s.lo, row.flop_s.median, row.flop_s.hi) == pytest.approx(
+        (20, 45, 100)
+    )  # 60 30 20 100, of each block
+    assert row.bytes_s == row.time_s.over(120)  # the bytes are one
+    [row] = derive.rows([dataclasses.replace(items[0], flop=None), *items[1:]], run.config)
+    assert row.flop_s is None and row.bytes_s
+
+
+def test_a_quotient_spans_the_ratios_of_the_ends():
+    a, b = derive.Estimate(6.0, 4.0, 9.0, 0.9, 6, 12), derive.Estimate(2.0, 1.0, 4.0, 0.5, 5, 7)
+    assert derive.quotient(a, b) == derive.ridge(a, b) == derive.Estimate(3.0, 1.0, 9.0, 0.45, 5, 19)
+
+
+def test_a_share_of_a_measured_basis_spans_its_interval():
+    rate, roof = derive.Estimate(6.0, 5.0, 8.0, 1.0, 6, 6), derive.Estimate(10.0, 8.0, 20.0, 0.5, 6, 6)
+    measured = derive.Basis("measured", "roof", 10.0, "", True, interval=roof)
+    assert measured.frac(rate) == derive.Estimate(0.6, 0.25, 1.0, 0.5, 6, 12)
+    rated = dataclasses.replace(measured, interval=None).frac(rate)
+    assert (rated.lo, rated.median, rated.hi) == pytest.approx((0.5, 0.6, 0.8))
+    assert measured.frac(None) is dataclasses.replace(measured, same_device=False).frac(rate) is None
 
 
 def test_a_roof_with_five_steady_blocks_has_not_converged(made_run):

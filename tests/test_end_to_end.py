@@ -22,13 +22,14 @@ import browser_helpers
 import nbformat
 import psutil
 import pytest
-from conftest import SAMPLES
+from conftest import SAMPLES, compiles
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from test_cli import ROOT, assert_one_line_error, escher
 from test_report import contents, page_texts
 
 from escher_book import cli, runner, tables
 from escher_book.pages import compute as page_compute
+from escher_book.report import heading
 from escher_kernels import records, targets
 from escher_kernels.run import families
 from validation import derive, memory, roofline
@@ -82,7 +83,7 @@ def test_every_family_was_measured(book):
             continue
         for row in rows:
             assert row.skipped or (row.time_s and row.time_s.samples >= 3 and not row.wrong), row
-        assert sum(bool(r.skipped) for r in rows) < len(rows) / 2
+        assert sum(bool(r.skipped) for r in rows) <= len(rows) / 2
     compute, bandwidth = derive.compute(run), derive.bandwidth(run)
     assert compute.roof.flop_s.median > 1e9 and bandwidth.roof.bytes_s.median > 1e8
     assert {r.error["ok"] for r in [compute.roof, *compute.rows, *bandwidth.rows]} == {True}
@@ -95,8 +96,11 @@ def test_the_workload_is_explained(book):
     ops, e2e = roofline.ops(run), roofline.e2e(run)
     assert all(r.default.time_s and r.optimized and r.theory_s for r in ops.rows)
     assert {r.error["ok"] for r in ops.every if r.error} == {True}
-    assert set(e2e.rows) == {"eager", "compiled"} and e2e.counter.drift_frac == 0
-    assert all(e["ok"] for e in e2e.compile_errors) and len(e2e.compile_errors) == 2
+    assert "eager" in e2e.rows and e2e.counter.drift_frac == 0
+    if compiles.args[0]:  # no compiler here, or one that does not quote this path
+        assert "unavailable" in e2e.unavailable["compiled"] and e2e.speedup is None
+    else:
+        assert "compiled" in e2e.rows and len(e2e.compile_errors) == 2 and all(e["ok"] for e in e2e.compile_errors)
     for mode in e2e.rows:
         ledger = roofline.ledger(run, mode)
         assert math.isclose(ledger.floor_s + sum(ledger.parts.values()), ledger.total_s)
@@ -257,7 +261,8 @@ def test_no_page_and_no_table_divides_what_was_measured_by_another_devices_peak(
     for name, page in pages.items():
         text = visible_text(page)
         assert "% of rated" not in text, name
-        if name not in PROSE:  # the methodology's thresholds and the glossary are the same in every book
+        assert "MFU, rated" not in text and "side by the rated ridge" not in text, name
+        if Path(name).stem in ("index", "01_compute", "02_bandwidth"):  # those with shares of a peak of few rows
             found = set(re.findall(r"(?<![\d.,])([\d,]*\.?\d+ ?%)", text)) - own
             assert not found & {f"{n} %" for n in shown}, name
     for path in (other_target / "tables").glob("*.csv"):
@@ -306,8 +311,8 @@ def keep(lines):
     (Path(run_dir) / "records" / {records!r}).write_text(body, "utf-8")
 """
 SHOW = "run = notebook.collect(FAMILY, run_dir, True, settings, profile)\npage.{table}(run)"
-HEADINGS = {"environment": "# Environment", "compute": "# BF16 GEMM", "bandwidth": "# Memory bandwidth"}
-TABLES = {"environment": "machine", "compute": "gemms", "bandwidth": "cold_rows"}
+TABLES = {"environment": "machine", "compute": "gemms", "bandwidth": "cold_rows", "capacity": "amounts", "ops": "times",
+          "e2e": "mfu"}  # fmt: skip
 
 
 @pytest.fixture
@@ -315,11 +320,11 @@ def scripted(tmp_path, monkeypatch) -> Callable[..., None]:
     """`scripted(compute="...")`: notebooks whose measuring cell is the given code; the others keep whole records."""
 
     def write(**measuring: str) -> None:
-        for family, stem in ((family, PAGES[family]) for family in SCRIPTED):
+        for family, stem in PAGES.items():
             head = IMPORTS.format(family=family, sample=str(SAMPLES / "cpu"), records=f"{stem}.jsonl")
             body = measuring.get(family, "keep(None)")
             cells = [
-                new_markdown_cell(HEADINGS[family]),
+                new_markdown_cell("# " + heading(ROOT / "notebooks" / f"{stem}.ipynb")),
                 new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
                 new_code_cell(head),
                 new_code_cell("if not replay:\n" + "\n".join("    " + line for line in body.splitlines())),
@@ -362,7 +367,7 @@ def assert_none_alive(mark: str) -> None:
 
 def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(scripted, tmp_path, capsys):
     scripted(
-        compute="keep(60)\nos.kill(os.getpid(), signal.SIGKILL)",
+        compute="keep(100)\nos.kill(os.getpid(), signal.SIGKILL)",
         bandwidth="keep(40)\nraise ValueError('no <buffer> | *x*')",
     )
     chosen = ("--families", " ".join(SCRIPTED))
@@ -375,12 +380,12 @@ def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(sc
     }  # fmt: skip
     assert status["bandwidth"]["message"] == "ValueError: no <buffer> | *x*"
     run = derive.load(run_dir)
-    assert len(run.records("compute")) == 59 and len(run.records("bandwidth")) == 39
+    assert len(run.records("compute")) == 99 and len(run.records("bandwidth")) == 39
     text = {p: visible_text((run_dir / "site" / f"{p}.html").read_text("utf-8"))
             for p in ("index", *(f"notebooks/{s}" for s in PAGES.values()))}  # fmt: skip
     assert "This notebook" not in text["notebooks/00_environment"]
     assert (
-        "This notebook's kernel died: the kernel was killed (out of memory?). 59 records were kept"
+        "This notebook's kernel died: the kernel was killed (out of memory?). 99 records were kept"
         in text["notebooks/01_compute"]
     )
     assert "This notebook failed: ValueError: no <buffer> | *x*. 39 records were kept" in text["notebooks/02_bandwidth"]

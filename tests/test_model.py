@@ -5,6 +5,7 @@ Sizes are tiny; what the counts hold for the real geometry is held on the device
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,73 @@ def test_a_pass_runs_every_block_once_in_order_and_the_time_embedding_once(monke
     for block in net.blocks:
         x = block(x, *around)
     assert torch.equal(x, out) and out.shape == (1, 12, 64) and not torch.equal(out, net.x)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_what_is_timed_is_bit_for_bit_what_is_judged(name, dtype):
+    """`forward` adds each branch at once, `branches` hands them out: one sum, and one cache."""
+    net = build(SPECS[name], dtype=dtype)
+    with model.inference(torch, net.backend):
+        block, rings = net.blocks[0], ("keys", "values") if SPECS[name].cache else ()
+        for chunk in (0, 1):
+            around, sums, written = net.arguments(chunk), [], []
+            for run in (block, lambda *a: block.branches(*a)[-1]):
+                net.poison(chunk)
+                sums.append(run(net.x, *around))
+                written.append([getattr(block, ring).clone() for ring in rings])
+            assert torch.equal(*sums) and not torch.equal(sums[0], net.x)
+            assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*written, strict=True))
+
+
+# ---- why compiling failed ----
+
+GCC = """CppCompileError: C++ compile error
+
+Command:
+g++ /tmp/x.cpp -o /tmp/x.so
+
+Output:
+In file included from /tmp/x.cpp:2:
+/tmp/x.h:14:10: fatal error: omp.h: No such file or directory
+compilation terminated.
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError(GCC), "RuntimeError: /tmp/x.h:14:10: fatal error: omp.h: No such file or directory"),
+        (RuntimeError("c++: error: b/x.cpp: No such file"), "RuntimeError: c++: error: b/x.cpp: No such file"),
+        (RuntimeError("\n\n  backend failed\nlong"), "RuntimeError: backend failed"),
+        (ValueError("SyntaxError: no"), "ValueError: SyntaxError: no"),
+        (ValueError(), "ValueError: no message"),
+        (ValueError("x" * 1000), "ValueError: " + "x" * 288),
+        (ValueError("error: " + "x" * 1000), "ValueError: error: " + "x" * 281),
+    ],
+)
+def test_a_compilers_error_in_one_line(monkeypatch, error, line):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/cache")
+    fake = SimpleNamespace(__file__="/venv/torch/__init__.py")
+    assert model.compile_failure(fake, error) == line
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert model.compile_failure(SimpleNamespace(__file__=None), error) == line
+
+
+def test_the_first_line_that_says_something():
+    assert model.first_line(RuntimeError("\n\n  backend failed\nlong")) == "RuntimeError: backend failed"
+    assert model.first_line(ValueError()) == "ValueError: no message"
+    assert len(model.first_line(ValueError("x" * 1000))) == 300
+
+
+@pytest.mark.parametrize(("cache", "folder", "named"), [
+    ("/a b/ü", "/venv/torch", "/a b/ü"), ("", "/my venv/torch", "/my venv/torch"), ("/a\tb", "/my venv/torch", "/a\tb"),
+])  # fmt: skip
+def test_a_path_with_a_space_is_named(monkeypatch, cache, folder, named):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    why = model.compile_failure(SimpleNamespace(__file__=f"{folder}/__init__.py"), RuntimeError(GCC))
+    assert why.startswith("RuntimeError: /tmp/x.h:14:10: fatal error: omp.h") and "\n" not in why
+    assert why.endswith(f"; torch's compiler does not quote paths, and {named!r} holds a space: use one without")
 
 
 # ---- a right model ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -14,9 +15,9 @@ from conftest import CPU, MI355X, UNKNOWN_GPU
 from markdown_it import MarkdownIt
 from model_records import ABSENT, DEFAULT, WRONG, spread
 
-from escher_book import vega
+from escher_book import findings, vega
 from escher_book.pages import capacity, e2e, ops
-from escher_book.tables import Table, Text, number, percent, value
+from escher_book.tables import Table, Text, interval, number, percent, small_percent, value
 from escher_kernels import targets, workload
 from escher_kernels.records import Record
 from validation import derive, roofline
@@ -219,8 +220,13 @@ def test_both_paths_of_every_operation_are_in_the_tables(run_of):
     totals = {r["category"]: r for r in ops.totals(run).raw}
     assert totals["ffn"]["theory_s"] == pytest.approx(40 * (2 * 662.4903168e9 / 1e15 + 4 * 4680 * 13824 / 5e12))
     assert list(totals) == ["self_attn", "cross_attn", "ffn", "norm", "cache", "time"]
-    shares = [float(c[2].rstrip(" %")) for c in ops.totals(run).cells]
-    assert sum(shares) == pytest.approx(100, abs=0.5)
+    assert [c.title for c in table.columns][:3] == ["operation", "judged", "bound by"]
+    for cells in table.cells:
+        assert cells[1] == ("launch-bound" if raw[cells[0]]["launch_bound"] else raw[cells[0]]["band"])
+    assert table.cells[2][1] == "launch-bound" and raw["norm.self"]["band"] is None
+    shares = {c[0]: c[2] for c in ops.totals(run).cells}
+    assert shares.pop("time") == "< 0.1 %"  # 0.98 GFLOP of 185,621
+    assert sum(float(s.rstrip(" %")) for s in shares.values()) == pytest.approx(100, abs=0.5)
     assert len(ops.attention(run).cells) == 2 * 7
     side = [c.title for c in ops.work(run).columns].index("side by the rated ridge")
     assert ops.work(run).cells[4][side] == "compute"
@@ -240,6 +246,25 @@ def test_calibration_is_judged_only_where_it_applies(made_run, spec, drifts, jud
     """FFN 20480: 4 x 4680 x 5120 x 6656 FLOP more; bytes of two larger weights, of four larger inner activations."""
     table = ops.calibration(made_run([], workload=spec.to_json()))
     assert [c[3] for c in table.cells] == drifts and {c[4] for c in table.cells} == {judged}
+
+
+@pytest.mark.parametrize(
+    ("frac", "shown"), [(0.0, "0 %"), (1e-9, "< 0.1 %"), (0.00099, "< 0.1 %"), (0.001, "0.100 %"), (0.0123, "1.23 %"),
+                        (1.0, "100 %")],
+)  # fmt: skip
+def test_a_small_share_says_no_more_than_that(frac, shown):
+    assert small_percent(frac) == shown
+
+
+def test_the_roofs_label_stands_at_the_right_end(run_of):
+    def rows(key):
+        return [r for d in ops.roofline_chart(run_of("full")).to_dict()["datasets"].values() for r in d if key in r]
+
+    [label] = [r for r in rows("label") if "ridge" in r["label"]]
+    assert label["label"] == "1,000 TFLOP/s, ridge 200" and label["rate"] == 1000
+    assert label["intensity"] == max(r["intensity"] for r in rows("intensity")) > 200
+    faster = run_of({**SCENARIOS["full"], "records": [*family_ops(), *made.roofs(2 * 10**15, 5 * 10**12)]})
+    assert "2,000 TFLOP/s, ridge 400" in json.dumps(ops.roofline_chart(faster).to_dict())
 
 
 # --------------------------------------------------------------------------------------------- another device's peak
@@ -379,6 +404,35 @@ def test_the_sum_of_operations_is_computed(run_of):
     assert ops.finding(run_of("no pilot, no cache")).markdown.startswith("**One denoising step is ")
 
 
+@pytest.mark.parametrize(
+    ("spec", "said", "judged"),
+    [
+        (ESCHER, "", ""),
+        (ON_CPU, "", ""),
+        (replace(ESCHER, ffn=20480), "(FLOP +13.7 %, bytes +12.5 %)", "measures another model. "),
+        # 3069.95 MB against 2900, 4641.44 GFLOP against 5000
+        (replace(ESCHER, pilot={**ESCHER.pilot, "block_mb": 2900}), "(bytes +5.9 %)", "measures another model. "),
+        (replace(ESCHER, pilot={**ESCHER.pilot, "block_gflop": 5000}), "(FLOP -7.2 %)", "measures another model. "),
+        (replace(ON_CPU, pilot={**ESCHER.pilot, "block_mb": 2900}), "(bytes +5.9 %)",
+         "measures another model. It is not judged: what ran is a derived workload. "),
+        (replace(ESCHER, pilot=None), "", ""),
+    ],
+)  # fmt: skip
+def test_a_geometry_that_drifts_is_told_first(run_of, spec, said, judged):
+    text = ops.finding(run_of(gpu(family_ops(spec), made.roofs(), spec=spec))).markdown.replace("\n\n", " ").replace("\n", " ")
+    start = f"**The geometry drifts from the totals that its workload declares by more than 5 % {said}:** this book {judged}"
+    assert text.startswith(start + "**One chunk is") if said else "drifts" not in text
+    assert ("not judged: what ran" in text) == ("derived" in judged)
+
+
+def test_the_drifts_limit_is_the_configurations(run_of):
+    spec = replace(ESCHER, pilot={**ESCHER.pilot, "block_mb": 2900})
+    run = run_of(gpu(family_ops(spec), made.roofs(), spec=spec))
+    other = copy.deepcopy(run.config)
+    other["thresholds"]["calibration_drift_pct"]["value"] = 6
+    assert "drifts" in ops.finding(run).markdown and "drifts" not in ops.finding(replace(run, config=other)).markdown
+
+
 def test_a_slow_operation_is_a_kernel_issue(run_of):
     def counts(run):
         return [
@@ -391,7 +445,16 @@ def test_a_slow_operation_is_a_kernel_issue(run_of):
     judged, at_limit, tunable, issue, memory = counts(run)
     assert at_limit + tunable + issue == judged == 25 - sum(r.launch_bound for r in roofline.ops(run).rows)
     assert counts(slow) == [judged, at_limit, tunable - 1, issue + 1, memory]
-    assert "kernel issue" in next(c for c in ops.times(slow).cells if c[0] == "ffn.linear1")
+    assert next(c for c in ops.times(slow).cells if c[0] == "ffn.linear1")[1] == "kernel issue"
+
+
+def test_an_operation_that_waited_for_the_host_is_not_judged(run_of):
+    run = run_of("full")
+    waits = changed(run, "ops", lambda r: replace(r, flags=("HOST_BOUND",)) if r.case == "ffn.linear1.compiled" else r)
+    for one, judged, named in ((run, "tunable", False), (waits, "launch-bound", True)):
+        assert next(c for c in ops.times(one).cells if c[0] == "ffn.linear1")[1] == judged
+        sentence = re.search(r"Launch-bound, shown and not judged: ([^:]*?)\.(?:\s|$)", ops.finding(one).markdown)[1]
+        assert ("ffn.linear1" in sentence.split(", ")) == named and "norm.self" in sentence.split(", ")
 
 
 def test_a_wrong_operation_leaves_no_sum_and_is_named(run_of):
@@ -402,7 +465,10 @@ def test_a_wrong_operation_leaves_no_sum_and_is_named(run_of):
     assert text.startswith("**No sum of operations:** no time for rope.")
     assert "**Wrong results, shown without a time: rope, rope.compiled.**" in text and "gave right" not in text
     cells = next(c for c in ops.times(one).cells if c[0] == "rope")
-    assert "wrong result: no time is shown" in cells[-1] and cells[3] == cells[5] == "–"
+    titles = [c.title for c in ops.times(one).columns]
+    shown_as = dict(zip(titles, cells, strict=True))
+    assert "wrong result: no time is shown" in shown_as["notes"] and shown_as["judged"] == "–"
+    assert shown_as["default path"] == shown_as["optimized path"] == shown_as["optimized / theory"] == "–"
     assert "No gap ledger of eager: no time for rope." in e2e.finding(one).markdown
     assert next(r for r in ops.totals(one).raw if r["category"] == "norm")["default_s"] is None
     skipped = changed(run, "ops", dropped("rope", "rope.compiled"))
@@ -425,7 +491,8 @@ def test_without_a_roof_nothing_is_judged(run_of):
     assert "What the roofs allow is not known: no compute and no bandwidth roof in this run." in text
     for word in ("at the limit", "Most time beyond theory", "Launch-bound", "of the measured compute roof"):
         assert word in ops.finding(run_of("full")).markdown and word not in text
-    assert {c[1] for c in ops.times(run).cells} == {"–"}
+    judged, bound = ([c.title for c in ops.times(run).columns].index(t) for t in ("judged", "bound by"))
+    assert {c[judged] for c in ops.times(run).cells} == {c[bound] for c in ops.times(run).cells} == {"–"}
     one = changed(run_of("full"), "bandwidth", wrong("copy.2GiB"))
     assert "not known: no bandwidth roof in this run" in ops.finding(one).markdown
     assert "No gap ledger of eager: no bandwidth roof in this run." in e2e.finding(one).markdown
@@ -477,8 +544,48 @@ def test_compiled_slower_equal_and_faster(run_of):
     assert "compiling makes it faster" in e2e.finding(run).markdown and "took 42.0 s" in e2e.finding(run).markdown
     slow = e2e.finding(changed(run, "e2e", slower("compiled", factor=1.5))).markdown
     assert f"is {value(ratio.times(1 / 1.5))} (" in slow and "compiling makes it **slower**" in slow
-    tie = e2e.finding(run_of(gpu(family_e2e(eager=0.25, compiled=0.25)))).markdown
-    assert "the two tie within the interval" in tie
+    words = ("compiling makes it faster", "compiling makes it **slower**", "the two tie", "which is faster cannot be told")
+
+    def verdict(*compiled, **more):
+        run = run_of(gpu(made.e2e(more.get("spec", ESCHER), [1.0] * 6, list(compiled)), **more))
+        ratio = roofline.e2e(run).speedup
+        [word] = [w for w in words if f"from interleaved blocks: {w}." in e2e.finding(run).markdown]
+        assert (ratio.lo, ratio.hi) == pytest.approx((1 / max(compiled), 1 / min(compiled)))
+        return word
+
+    steady = [1.0] * 4
+    assert verdict(*[0.9] * 6) == words[0] and verdict(*[1.1] * 6) == words[1]
+    assert verdict(*[0.999] * 6) == words[0]  # however little: the whole interval lies beyond 1
+    assert verdict(1.0, *steady, 1.0) == verdict(1 / 1.029, *steady, 1 / 0.971) == "the two tie"
+    assert verdict(1 / 1.031, *steady, 1.0) == verdict(1.0, *steady, 1 / 0.969) == "which is faster cannot be told"
+    on_cpu = {"found": CPU, "spec": ON_CPU}  # 5 % there
+    assert verdict(1 / 1.049, *steady, 1 / 0.951, **on_cpu) == "the two tie"
+    assert verdict(1 / 1.051, *steady, 1.0, **on_cpu) == "which is faster cannot be told"
+
+
+def test_a_part_of_the_workload_says_so(run_of):
+    whole, part = run_of("full"), run_of("cpu")
+    assert findings.part_of(ESCHER) == findings.part_of(WAN) == findings.part_of(workload.load("smoke")) == ""
+    assert findings.part_of(ON_CPU) == " (1 of 40 blocks, 390 of 4,680 tokens)"
+    assert findings.part_of(workload.overridden(ESCHER, depth=7)) == " (depth 40 -> 7)"
+    shallow = workload.fit(ESCHER, "gpu", 24 * GIB)
+    assert findings.part_of(shallow) == " (20 of 40 blocks, 4,680 of 4,680 tokens)"
+    assert "ms a chunk (1 of 40 blocks, 390 of 4,680 tokens)** (" in e2e.finding(part).markdown
+    assert "of 40 blocks" not in e2e.finding(whole).markdown and "ms a chunk** (" in e2e.finding(whole).markdown
+    for mode in ("eager", "compiled"):
+        assert f'<p class="label">Model (1 of 40 blocks, 390 of 4,680 tokens), {mode}</p>' in findings.cards(part)
+        assert f'<p class="label">Model, {mode}</p>' in findings.cards(whole)
+    deep = run_of(gpu(family_e2e(shallow), made.roofs(), spec=shallow))
+    assert "(20 of 40 blocks, 4,680 of 4,680 tokens)" in e2e.finding(deep).markdown
+    assert "Model (20 of 40 blocks, 4,680 of 4,680 tokens), eager" in findings.cards(deep)
+
+
+def test_a_card_says_where_the_roof_has_not_converged(run_of):
+    run = run_of("full")
+    assert "of the measured compute roof</p>" in findings.cards(run) and "roof not converged" not in findings.cards(run)
+    few = changed(run, "compute", lambda r: None if r.case == "roof" and r.block in (4, 5) else r)
+    assert not derive.compute(few).converged
+    assert findings.cards(few).count("of the measured compute roof (roof not converged)</p>") == 2
 
 
 def test_compiled_that_is_not_there_is_no_ratio(run_of):
@@ -507,13 +614,32 @@ def test_the_ledgers_words_follow_the_records(run_of):
         return roofline.ledger(run, "eager").residual_frac
 
     run = run_of("full")
-    fits = changed(run, "e2e", slower("eager", factor=1 - residual(run)))  # the whole is what its parts come to
-    assert abs(residual(fits)) < 0.03 < abs(residual(changed(run, "e2e", slower("eager", factor=1.3))))
-    eager = e2e.finding(fits).markdown.partition("Of the compiled")[0]
-    assert "The residual is" not in eager and "Of the eager pass, FLOP at the roof take" in eager
-    large = changed(run, "e2e", slower("eager", factor=1.3))
-    share = f"{number(residual(large) * 100, 2)} %"
-    assert f"**The residual is {share}, beyond 3 %:**" in e2e.finding(large).markdown
+    def eager_of(run):
+        return e2e.finding(run).markdown.partition("Of the compiled")[0]
+
+    def around(run):
+        frac = residual(run)
+        return f"{percent(frac)} ({interval(frac, 0.01)})"
+
+    def others(run, factor):
+        """Eager `factor` times as long, steady."""
+        steady = roofline.e2e(run).rows["eager"].time_s.median * factor
+        return changed(run, "e2e", lambda r: replace(r, samples_s=(steady,)) if r.case == "eager" and r.samples_s else r)
+
+    fits = others(run, 1 - residual(run).median)  # the whole is what its parts come to
+    assert abs(residual(fits).median) < 0.03 and roofline.ledger(fits, "eager").finding is False
+    assert f"The residual is {around(fits)}, within 3 % of the pass." in eager_of(fits)
+    assert "beyond 3 %" not in eager_of(fits) and "Of the eager pass, FLOP at the roof take" in eager_of(fits)
+    large, small = others(fits, 1.3), others(fits, 0.8)
+    assert residual(large).lo > 0.03 and residual(small).hi < -0.03
+    why = "the operations alone do not explain the pass"
+    assert f"**The residual is {around(large)}, beyond 3 %:** {why}." in eager_of(large)
+    why = "the operations alone take longer than the pass"
+    assert f"**The residual is {around(small)}, beyond 3 %:** {why}." in eager_of(small)
+    between = others(fits, 1 / (1 - 0.03))
+    assert residual(between).lo < 0.03 < residual(between).hi and roofline.ledger(between, "eager").finding is None
+    words = f" The residual, {around(between)}, is not settled: its interval straddles 3 % of the pass."
+    assert words in eager_of(between) and "**The residual" not in eager_of(between)
     assert roofline.LAUNCH in {c[0] for c in e2e.ledger(run).cells} and "not told apart" not in e2e.ledger(run).caption
     without = changed(run, "e2e", dropped("gaps.eager", "gaps.compiled"))
     assert (
@@ -528,9 +654,11 @@ def test_the_ledgers_words_follow_the_records(run_of):
 
 def test_the_counter_is_told(run_of):
     run = run_of("full")
-    assert "(+0.000 %)." in e2e.finding(run).markdown
+    assert re.search(r"the operation table 185,621, the same\.", e2e.finding(run).markdown)
+    near = changed(run, "e2e", lambda r: replace(r, value=r.value * (1 - 1e-5)) if r.case == "flop.counter" else r)
+    assert " (-0.001 %)." in e2e.finding(near).markdown and "the same" not in e2e.finding(near).markdown
     off = changed(run, "e2e", lambda r: replace(r, value=r.value * 1.02) if r.case == "flop.counter" else r)
-    assert "(+2.000 %): **more than 1 % apart.**" in e2e.finding(off).markdown
+    assert "(+2 %): **more than 1 % apart.**" in e2e.finding(off).markdown
     assert "counter" not in e2e.finding(changed(run, "e2e", dropped("flop.counter"))).markdown
 
 
@@ -543,6 +671,15 @@ def test_the_pilots_contradiction_is_computed(run_of):
     assert "allows 95.9 %." in agrees and "do not agree" not in agrees
     assert "pilot" not in e2e.finding(run_of("no pilot, no cache")).markdown
     assert "no pilot to compare with" in e2e.reference(run_of("no pilot, no cache")).markdown
+    basis, pilots = ([c.title for c in e2e.reference(run).columns].index(t) for t in ("basis of this run's", "pilot"))
+    for name, own in (("full", "pilot"), ("cpu", "measured")):
+        table = e2e.reference(run_of(name))
+        assert [c[basis] for c in table.cells] == [r["basis"] for r in table.raw] == ["", "", own, own, own]
+        assert [c[pilots] for c in table.cells] == ["1,360", "210", "77", "93", "99"]
+        assert not any("basis" in c[0] for c in table.cells) and "MFU of its own peak" in table.caption
+    roofs_alone = replace(ESCHER, pilot={"peak_tflops": 1360})
+    table = e2e.reference(run_of({**SCENARIOS["full"], "workload": roofs_alone.to_json()}))
+    assert len(table.cells) == 1 and "basis of this run's" not in [c.title for c in table.columns]
     here, there = ([c[-1] for c in e2e.reference(run_of(n)).cells] for n in ("full", "cpu"))
     assert here == ["yes"] * 5 and all(c.startswith("no: the pilot ran on mi355x") for c in there)
 

@@ -512,7 +512,10 @@ def test_a_second_report_writes_the_same_tables_and_keeps_the_raw_part(built):
 def test_tables_and_plots_are_there_and_not_empty(built):
     for name, directory in built.items():
         plots = contents(directory / "plots")
-        assert {Path(p).suffix for p in plots} == {".svg", ".png"} and len(plots) == 8, name
+        assert {(Path(p).stem.partition("_")[0], Path(p).suffix) for p in plots} == {
+            (chart, suffix) for suffix in (".svg", ".png")
+            for chart in ("A2", "A2b", "A3", "A3b", "A6", "A7", "A8", "A8b", "A8c", "A10")
+        }, name  # fmt: skip
         assert all(body.startswith((b"<svg", b"\x89PNG")) and len(body) > 5000 for body in plots.values())
         found = {
             path.stem: list(csv.DictReader(path.open(encoding="utf-8")))
@@ -521,7 +524,8 @@ def test_tables_and_plots_are_there_and_not_empty(built):
         assert {"compute_gemms", "compute_search", "compute_errors", "compute_workload", "compute_skew",
                 "compute_beside", "compute_epilogue", "bandwidth_rows", "bandwidth_plateaus", "bandwidth_cache",
                 "bandwidth_strided", "bandwidth_host", "environment_machine", "environment_checks",
-                "compute_anchors"} <= set(found)  # fmt: skip
+                "compute_anchors", "capacity_amounts", "capacity_needs", "ops_times", "ops_work", "ops_totals",
+                "ops_calibration", "ops_attention", "e2e_mfu", "e2e_ledger", "e2e_setup"} <= set(found)  # fmt: skip
         run = derive.load(directory)
         by_case = {row["case"]: row for row in found["compute_gemms"]}
         for row in [derive.compute(run).roof, *derive.compute(run).rows]:

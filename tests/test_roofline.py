@@ -103,12 +103,20 @@ def test_a_drifting_geometry_is_a_drift_and_no_crash(made_run):
 
 
 @pytest.mark.parametrize(
-    "pilot", [None, {}, {"block_gflop": 4641.7}, {"block_gflop": 0, "block_mb": 1}, {"block_gflop": "4", "block_mb": 1}]
+    "pilot", [None, {}, {"block_gflop": 4641.7}, {"block_mb": 1}]
 )
 def test_a_pilot_without_totals_is_not_applicable(made_run, pilot):
     found = roofline.calibration(made_run([], workload=replace(ESCHER, pilot=pilot).to_json()))
     assert not found.applies and "declares no pilot totals" in found.reason
     assert found.flop_drift is found.bytes_drift is None and found.flop == 4641443020800
+
+
+@pytest.mark.parametrize("pilot", [{"block_gflop": 0, "block_mb": 1}, {"block_gflop": "4", "block_mb": 1}])
+def test_a_pilot_that_is_no_number_is_no_spec(made_run, pilot):
+    run = made_run([], workload=replace(ESCHER, pilot=pilot).to_json())
+    for of in (roofline.spec_of, roofline.calibration):
+        with pytest.raises(workload.WorkloadError, match=r"run\.json: workload: pilot\.block_gflop is .*; expected a number"):
+            of(run)
 
 
 def test_what_the_pilots_own_figures_allow():
@@ -217,6 +225,27 @@ def test_launch_bound_is_a_short_theory_time_on_a_gpu(tiny):
     assert not any(r.launch_bound for r in roofline.ops(on_cpu).rows)
     unknown = roofline.ops(tiny(items, spec=ESCHER, roofs=False)).rows
     assert not any(r.launch_bound for r in unknown)
+
+
+def test_a_device_that_waited_for_its_host_is_launch_bound(tiny):
+    def flagged(path, kind="gpu", **more):
+        items = [replace(r, flags=("HOST_BOUND",)) if r.params.get("op") == "rope" and r.params["path"] == path and r.block == 3
+                 else r for r in made.ops(TINY, times(), kind)]  # fmt: skip
+        return row(tiny(items, **more), "rope")
+
+    assert row(tiny(made.ops(TINY, times())), "rope").band == "tunable"
+    one = flagged("compiled")
+    assert one.launch_bound and one.band is None and one.ratio["optimized"].median == pytest.approx(1.2)
+    assert not flagged(DEFAULT).launch_bound and flagged(DEFAULT).band == "tunable"  # the path that is judged did not wait
+    assert flagged("compiled", roofs=False).launch_bound
+    on_cpu = flagged("compiled", "cpu", found=CPU)
+    assert not on_cpu.launch_bound and on_cpu.band == "tunable"
+
+
+def test_what_is_launch_bound_is_not_judged(tiny):
+    rows = roofline.ops(tiny(made.ops(ESCHER, lambda *_: 1e-3), spec=ESCHER, roofs=(made.PEAK, made.RATE))).rows
+    assert {r.band is None for r in rows if r.launch_bound} == {True} == {bool(r.band) for r in rows if not r.launch_bound}
+    assert all(r.ratio for r in rows)
 
 
 def test_optimized_is_the_fastest_right_path(tiny):
@@ -373,6 +402,18 @@ def test_the_pilots_basis_is_for_its_device_only(tiny):
     assert "pilot" not in {b.name for b in roofline.bases(tiny(made.e2e(TINY, 1.0, 1.0)))}  # no pilot in the workload
 
 
+def test_an_mfu_of_the_measured_roof_spans_the_roofs_interval(tiny):
+    blocks = (0.8, 1.0, 1.0, 1.0, 1.0, 1.25)  # 2500, 2000 and 1600 FLOP/s
+    roofs = [replace(r, samples_s=(blocks[r.block],)) if r.case == "roof" and r.samples_s else r for r in made.roofs(PEAK, RATE)]
+    run = tiny(made.e2e(TINY, 30.0, 20.0), roofs, roofs=False)
+    eager = next(m for m in roofline.mfu(run) if m.scope == "eager")
+    share, rate = eager.shares["measured"], 24768 / 30
+    assert (share.lo, share.median, share.hi) == pytest.approx((rate / 2500, rate / 2000, rate / 1600))
+    assert (share.blocks, share.coverage) == (6, pytest.approx((1 - 2 / 2**6) ** 2))
+    rated = eager.shares["rated"]  # a figure of the vendor has no interval
+    assert rated.lo == rated.median == rated.hi
+
+
 def test_scopes_that_were_not_measured_say_why(tiny):
     reasons = {m.scope: m.reason for m in roofline.mfu(tiny(made.e2e(TINY, 30.0, "no compiler"), roofs=False))}
     assert reasons["theory"] == reasons["sum_default"] == "family ops was not measured"
@@ -466,7 +507,9 @@ def test_the_ledger_by_hand(tiny):
         OUTSIDE: 1.5 * OUTSIDE_S,
         RESIDUAL: 30.0 - AS_RUN_S,
     })  # fmt: skip
-    assert eager.residual_frac == pytest.approx(0.3552 / 30) and not eager.finding
+    frac = eager.residual_frac
+    assert (frac.lo, frac.median, frac.hi) == pytest.approx((0.3552 / 30,) * 3) and eager.finding is False
+    assert (frac.blocks, frac.coverage) == (6, pytest.approx((1 - 2 / 2**6) ** 2))
     assert list(eager.parts)[-1] == RESIDUAL and "they were not measured" in eager.noted[0]
     compiled = roofline.ledger(run, "compiled")  # the cache write has its default path alone
     assert compiled.parts[INEFFICIENT] == pytest.approx(0.2 * (THEORY_PASS_S - OUTSIDE_S) + 2 * 0.3 * 0.384)
@@ -509,7 +552,48 @@ def test_attention_stands_as_the_model_ran_it(tiny):
 @pytest.mark.parametrize(("total", "finding"), [(30.0, False), (30.7, True), (28.5, True)])
 def test_a_large_residual_is_a_finding(tiny, total, finding):
     made_of = roofline.ledger(tiny(made.ops(TINY, times()), made.e2e(TINY, total, 26.0)), "eager")
-    assert made_of.residual_frac == pytest.approx(1 - AS_RUN_S / total) and made_of.finding is finding
+    assert made_of.residual_frac.median == pytest.approx(1 - AS_RUN_S / total) and made_of.finding is finding
+
+
+@pytest.mark.parametrize(
+    ("eager", "rope", "ends", "finding"),
+    [
+        # the pass alone spreads, against operations of 29.6448 s: both sides of the limit, then both limits
+        ((29.9, 30.0, 31.0), 0.0, (0.2552 / 30, 1.3552 / 30), None),
+        ((28.0, 30.0, 31.5), 0.0, (-1.6448 / 30, 1.8552 / 30), None),
+        ((29.7, 30.0, 30.4), 0.0, (0.0552 / 30, 0.7552 / 30), False),
+        # rope runs twice a pass: 0.1 s more or less of it are 0.2 s of the sum
+        ((30.0, 30.0, 30.0), 0.1, (0.1552 / 30, 0.5552 / 30), False),
+        ((30.7, 30.7, 30.7), 0.1, (0.8552 / 30.7, 1.2552 / 30.7), None),
+        ((31.0, 31.0, 31.0), 0.1, (1.1552 / 31, 1.5552 / 31), True),
+        ((28.5, 28.5, 28.5), 0.1, (-1.3448 / 28.5, -0.9448 / 28.5), True),
+        ((30.9, 31.0, 31.2), 0.1, (1.0552 / 31, 1.7552 / 31), True),
+    ],
+)  # fmt: skip
+def test_the_residuals_interval_decides(tiny, eager, rope, ends, finding):
+    def six(low, middle, high):
+        return [low, middle, middle, middle, middle, high]
+
+    own = {"rope": {DEFAULT: six(0.72 - rope, 0.72, 0.72 + rope)}}
+    run = tiny(made.ops(TINY, times(**own)), made.e2e(TINY, six(*eager), 26.0))
+    found = roofline.ledger(run, "eager")
+    frac = found.residual_frac
+    assert (frac.lo, frac.hi) == pytest.approx(ends) and frac.median == pytest.approx(1 - AS_RUN_S / eager[1])
+    assert found.finding is finding
+    gaps = roofline.ledger(
+        tiny(made.ops(TINY, times(**own)), made.e2e(TINY, six(*eager), 26.0, gaps={"eager": 0.25})), "eager"
+    ).residual_frac
+    less = 0.25 / eager[1]
+    assert (gaps.lo, gaps.median, gaps.hi) == pytest.approx((frac.lo - less, frac.median - less, frac.hi - less))
+
+
+@pytest.mark.parametrize("total", [30.0, 10.0])  # the operations take 29.6 s: more than twice a pass of 10 s
+def test_operations_without_a_common_block_settle_no_residual(tiny, total):
+    own = {"rope": {DEFAULT: [0.72, [], [], [], [], []]}, "norm_self": {DEFAULT: [[], *[0.288] * 5]}}
+    found = roofline.ledger(tiny(made.ops(TINY, times(**own)), made.e2e(TINY, total, 26.0)), "eager")
+    frac = found.residual_frac
+    assert found.finding is None and frac.coverage == frac.blocks == 0
+    assert frac.median == pytest.approx(1 - AS_RUN_S / total) and frac.lo == min(-1.0, frac.median) and frac.hi == 1.0
 
 
 def test_launch_gaps_are_a_part_where_they_are_known(tiny):
@@ -547,8 +631,11 @@ def test_parts_and_floor_sum_to_the_total(tiny, data):
         found = roofline.ledger(run, mode)
         every = [found.floor_s, *found.parts.values()]
         assert math.fsum(every) == pytest.approx(found.total_s, abs=1e-12 * sum(map(abs, every)), rel=0)
-        assert found.residual_frac == found.parts[RESIDUAL] / found.total_s
-        assert found.finding == (abs(found.residual_frac) > 0.03) and (LAUNCH in found.parts) == (mode in (gaps or {}))
+        frac, rounding = found.residual_frac, 1e-12 * sum(map(abs, every)) / found.total_s
+        assert frac.median == found.parts[RESIDUAL] / found.total_s and (LAUNCH in found.parts) == (mode in (gaps or {}))
+        assert frac.lo <= frac.median <= frac.hi and frac.hi - frac.lo <= rounding  # the blocks are equal
+        if abs(abs(frac.median) - 0.03) > rounding:
+            assert found.finding is (abs(frac.median) > 0.03)
 
 
 # --------------------------------------------------------------------------------------------- anchors, the pilot
@@ -572,7 +659,13 @@ def test_the_pilots_figures_are_comparable_on_its_device_only(tiny):
     assert all(r.comparable and r.reason == "" for r in here.values()) and len(here) == 5
     assert (here["compute roof"].pilot, here["compute roof"].observed.median) == (1360e12, 1e15)
     assert (here["ridge"].pilot, here["ridge"].observed.median) == (210, 200)
-    eager = next(r for what, r in here.items() if "eager" in what)
+    assert {what: r.basis for what, r in here.items()} == {
+        "compute roof": "", "ridge": "", "MFU, sum of ops, optimized": "pilot", "MFU, model, eager": "pilot",
+        "MFU, model, compiled": "pilot",
+    }  # fmt: skip
+    eager = here["MFU, model, eager"]
+    there = found(found=V100)["MFU, model, eager"]
+    assert there.basis == "measured" and there.observed.median == pytest.approx(185.62108 / 0.25 / 1000, rel=1e-6)
     assert eager.pilot == 0.93 and eager.observed.median == pytest.approx(185.62108 / 0.25 / 1360, rel=1e-6)
     for more in ({"found": V100}, {"found": CPU, "asked": "mi355x"}, {"found": UNKNOWN_GPU}):
         assert all(not r.comparable and "the pilot ran on mi355x" in r.reason for r in found(**more).values())

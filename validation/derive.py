@@ -177,7 +177,7 @@ def _row(group: Sequence[Record], config: Config, anchor_moved: bool, kind: str)
     return Row(
         **base, time_s=estimate(blocks.values()), flags=tuple(flags), median_over_p10=over_p10, lost_cpu_frac=lost,
         outlier_count=odd, blocks=tuple(map(tuple, blocks.values())), block_numbers=tuple(blocks),
-        flop_s=_rate(good, lambda r: r.flop), bytes_s=_rate(good, lambda r: r.bytes_moved),
+        flop_s=_rate(good, blocks, lambda r: r.flop), bytes_s=_rate(good, blocks, lambda r: r.bytes_moved),
     )  # fmt: skip
 
 
@@ -189,9 +189,14 @@ def _per_block(items: Iterable[Record], of: Callable[[Record, float], float]) ->
     return out
 
 
-def _rate(items: Sequence[Record], work: Callable[[Record], int | None]) -> Estimate | None:
+def _rate(
+    items: Sequence[Record], blocks: dict[int, list[float]], work: Callable[[Record], int | None]
+) -> Estimate | None:
+    """Work over the time's estimate; where the work differs from record to record, of each block's own rates."""
     if not all(work(r) for r in items):
         return None
+    if len({work(r) for r in items}) == 1:
+        return estimate(blocks.values()).over(work(items[0]))
     return estimate(_per_block(items, lambda r, call_s: work(r) / call_s).values())
 
 
@@ -235,12 +240,13 @@ class Basis:
     reason: str
     same_device: bool
     origin: str = ""  # where the figure comes from
+    interval: Estimate | None = None  # where the basis itself was measured
 
     def frac(self, measured: Estimate | None) -> Estimate | None:
         """Measured over the basis; None unless both belong to the device that was measured."""
         if measured is None or not self.rate or not self.same_device:
             return None
-        return measured.times(1 / self.rate)
+        return quotient(measured, self.interval) if self.interval else measured.times(1 / self.rate)
 
 
 @dataclass(frozen=True)
@@ -413,16 +419,15 @@ def compute_bases(
     return out
 
 
+def quotient(a: Estimate, b: Estimate) -> Estimate:
+    """a / b of two separate measurements. The interval spans the ratios of the ends: it holds where both do."""
+    return Estimate(a.median / b.median, a.lo / b.hi, a.hi / b.lo, a.coverage * b.coverage, min(a.blocks, b.blocks),
+                    a.samples + b.samples)  # fmt: skip
+
+
 def ridge(compute_roof: Estimate, bandwidth_roof: Estimate) -> Estimate:
-    """Compute roof over bandwidth roof, FLOP/B. The interval spans the ratios of the ends: it holds where both do."""
-    return Estimate(
-        compute_roof.median / bandwidth_roof.median,
-        compute_roof.lo / bandwidth_roof.hi,
-        compute_roof.hi / bandwidth_roof.lo,
-        compute_roof.coverage * bandwidth_roof.coverage,
-        min(compute_roof.blocks, bandwidth_roof.blocks),
-        compute_roof.samples + bandwidth_roof.samples,
-    )
+    """Compute roof over bandwidth roof, FLOP/B."""
+    return quotient(compute_roof, bandwidth_roof)
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,6 @@ def spec_of(run: LoadedRun) -> Spec:
     return workload.from_json(run.info["workload"], f"{run.directory / 'run.json'}: workload")
 
 
-def quotient(a: Estimate, b: Estimate) -> Estimate:
-    """a / b of two separate measurements. The interval spans the ratios of the ends: it holds where both do."""
-    return Estimate(a.median / b.median, a.lo / b.hi, a.hi / b.lo, a.coverage * b.coverage, min(a.blocks, b.blocks),
-                    a.samples + b.samples)  # fmt: skip
-
-
 # ---- calibration ----
 
 
@@ -194,27 +188,25 @@ def _op_row(
     optimized = min(right, key=lambda r: r.time_s.median, default=None)
     theory = None
     if peak and bytes_s:
-        by_bytes = bytes_s_to_time(bytes_s, op.bytes)
+        by_bytes = bytes_s.over(op.bytes)
         by_flop = peak.over(op.flop) if op.flop else None
         theory = by_flop if by_flop and by_flop.median > by_bytes.median else by_bytes
     ratio = {
-        path: quotient(r.time_s, theory)
+        path: derive.quotient(r.time_s, theory)
         for path, r in ((DEFAULT, default), (OPTIMIZED, optimized))
         if theory and r and r.time_s
     }
     near, intensity = config.threshold("ridge_near_frac"), op.flop / op.bytes
+    short = bool(theory and theory.median < config.threshold("launch_bound_s"))
+    waits = bool(optimized and "HOST_BOUND" in optimized.flags)  # the device waited for the host to hand calls over
+    launch_bound = run.kind == "gpu" and (short or waits)
     ridge = derive.ridge(peak, bytes_s).median if peak and bytes_s else None
     return OpRow(
         op=op, default=default, others=others, optimized=optimized, theory_s=theory,
         bound=_side(intensity, ridge, near), predicted=_side(intensity, predicted, near), ratio=ratio,
-        band=band(ratio[OPTIMIZED], config) if OPTIMIZED in ratio else None,
-        launch_bound=bool(run.kind == "gpu" and theory and theory.median < config.threshold("launch_bound_s")),
+        band=band(ratio[OPTIMIZED], config) if OPTIMIZED in ratio and not launch_bound else None,
+        launch_bound=launch_bound,
     )  # fmt: skip
-
-
-def bytes_s_to_time(rate: Estimate, moved: int) -> Estimate:
-    """Seconds that `moved` bytes take at a rate."""
-    return rate.over(moved)
 
 
 def band(ratio: Estimate, config: Any) -> str:
@@ -285,7 +277,8 @@ def theory_total_s(found: Ops) -> Estimate | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak while a pass runs, and what of it is known. Bytes; `what` says what the peak is the peak of."""
+    """Peak while a pass runs, beyond what the process held before, and what of it is known. Bytes; `what` says what the
+    peak is the peak of."""
 
     mode: str
     peak_bytes: float | None
@@ -418,7 +411,8 @@ def bases(run: LoadedRun) -> list[Basis]:
     """What an MFU may be a share of: the measured roof, the rated or probed peak, the pilot's peak."""
     c = derive.compute(run)
     peak = c.roof.flop_s if c and c.roof else None
-    out = [Basis("measured", "measured compute roof", peak and peak.median, "" if peak else "no compute roof in this run", True)]
+    why = "" if peak else "no compute roof in this run"
+    out = [Basis("measured", "measured compute roof", peak and peak.median, why, True, interval=peak)]
     out += c.bases if c else derive.compute_bases(run, next(iter(run.files.values())).run.parameters["dtype"])
     pilot = spec_of(run).pilot or {}
     if pilot.get("peak_tflops"):
@@ -462,8 +456,8 @@ class Ledger:
     total_s: float
     floor_s: float
     parts: dict[str, float]
-    residual_frac: float
-    finding: bool
+    residual_frac: Estimate  # of the pass; its interval is that of the pass and of the sum of its operations
+    finding: bool | None  # the residual lies wholly beyond the limit; None: its interval straddles the limit
     noted: tuple[str, ...]
 
 
@@ -505,13 +499,25 @@ def ledger(run: LoadedRun, mode: str) -> Ledger | str:
     gap = whole.gaps_s.get(mode)
     parts = {MEMORY_BOUND: memory, INEFFICIENT: slow, OUTSIDE: outside, **({} if gap is None else {LAUNCH: gap})}
     parts[RESIDUAL] = total - floor - sum(parts.values())
-    frac = parts[RESIDUAL] / total
+    frac = _residual(row.time_s, total_s((chosen[r.op.name], _times(spec, r.op)) for r in found.rows), gap or 0.0, parts)
     noted = []
     if gap is None:
         why = "a CPU runs an operation inside its call" if run.kind == "cpu" else "they were not measured"
         noted.append(f"launch gaps are not told apart ({why}); they are part of the residual")
     limit = run.config.threshold("gap_residual_frac")
-    return Ledger(mode, total, floor, parts, frac, abs(frac) > limit, tuple(noted))
+    beyond = min(abs(frac.lo), abs(frac.hi)) > limit and frac.lo * frac.hi > 0
+    within = max(abs(frac.lo), abs(frac.hi)) <= limit
+    return Ledger(mode, total, floor, parts, frac, beyond if beyond or within else None, tuple(noted))
+
+
+def _residual(whole: Estimate, alone: Estimate | None, gap_s: float, parts: dict[str, float]) -> Estimate:
+    """The residual over the pass; without a block that all operations share its interval is unbounded on both sides."""
+    middle = parts[RESIDUAL] / whole.median
+    if alone is None:
+        return Estimate(middle, min(-1.0, middle), 1.0, 0.0, 0, whole.samples)
+    low, high = ((end - other - gap_s) / whole.median for end, other in ((whole.lo, alone.hi), (whole.hi, alone.lo)))
+    return Estimate(middle, min(low, middle), max(high, middle), whole.coverage * alone.coverage,
+                    min(whole.blocks, alone.blocks), whole.samples + alone.samples)  # fmt: skip
 
 
 def _as_ran(r: OpRow, path: str, backend: str | None) -> Row | None:
@@ -538,6 +544,7 @@ class Reference:
     observed: Estimate | None
     comparable: bool
     reason: str
+    basis: str = ""  # of this run's share; the pilot's are shares of its own peak
 
 
 def _ridge(run: LoadedRun) -> Estimate | None:
@@ -571,6 +578,5 @@ def reference(run: LoadedRun) -> list[Reference]:
         if (value := (pilot.get("mfu_pct") or {}).get(name)) is not None:
             basis = "pilot" if here else "measured"  # the pilot's figures are shares of its own peak
             share = scopes[scope].shares.get(basis)
-            what = f"MFU, {SCOPES[scope]}, basis {basis}"
-            out.append(Reference(what, "fraction", value / 100, share, not why, why))
+            out.append(Reference(f"MFU, {SCOPES[scope]}", "fraction", value / 100, share, not why, why, basis))
     return out

@@ -179,19 +179,14 @@ def needs(run: LoadedRun) -> Table:
 
     columns = [
         Column("workload", name),
+        Column("fits", lambda h: ANSWER[h.fits] if found.total else NONE),
         Column("depth", lambda h: f"{h.need.spec.depth:,}", True),
         Column("tokens, window", lambda h: f"{h.need.spec.query_tokens:,}, {h.need.spec.window_tokens:,}", True),
-        *[
-            Column(f"{part}, GiB", lambda h, part=part: number(dict(_parts(h))[part] / GIB), True)
-            for part in ("weights", "caches", "activations")
-        ],
         Column("needs, GiB", lambda h: number(h.need.bytes / GIB), True),
-        Column("left of measured, GiB", lambda h: _margin(h, found), True),
-        Column("fits", lambda h: ANSWER[h.fits] if found.total else NONE),
+        Column("weights + caches + activations", lambda h: " + ".join(number(x / GIB) for _, x in _parts(h)), True),
+        Column("left, GiB", lambda h: _margin(h, found), True),
         Column("blocks that fit", _deepest, True),
-        Column(
-            "rated memory would hold it", lambda h: ANSWER[h.rated_fits] if found.rated_bytes else "", optional=True
-        ),
+        Column("rated holds it", lambda h: ANSWER[h.rated_fits] if found.rated_bytes else "", optional=True),
     ]
     raw = [
         {
@@ -285,7 +280,7 @@ def footprint(run: LoadedRun) -> alt.LayerChart | Text:
     layers = [bars, *charts.rules(lines, "GiB")]
     if found.rated_bytes and found.same_device:
         layers += _rated(found)
-    subtitle = f"{own[0].need.spec.name}: what it needs at each depth, beside the memory there is"
+    subtitle = "what each depth needs, beside the memory there is"
     return charts.base(alt.layer(*layers), "A8c  Memory footprint", subtitle)
 
 

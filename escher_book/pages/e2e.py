@@ -7,7 +7,7 @@ import pandas as pd
 
 from escher_book import charts
 from escher_book.charts import NOTHING
-from escher_book.findings import correctness, meanwhile
+from escher_book.findings import correctness, meanwhile, part_of
 from escher_book.stage import escape
 from escher_book.tables import (
     GIGA,
@@ -40,7 +40,7 @@ def finding(run: LoadedRun) -> Text:
         return Text("This family was not measured.")
     rows = [r for r in derive.rows(run.records("e2e"), run.config, run.kind) if r.role == "case"]
     return Text(
-        _times(run, found), _speedup(found), _rest(run), _counter(run, found), _right(found), correctness(rows),
+        _times(run, found), _speedup(run, found), _rest(run), _counter(run, found), _right(found), correctness(rows),
         meanwhile(run, "e2e", shift=found.shift), _pilot(run),
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def _times(run: LoadedRun, found: E2e) -> str:
             continue
         mode = f", mode {found.mode}" if name == COMPILED else ""
         text = (
-            f"**{name.capitalize()}{mode}: {value(row.time_s, MILLI)} ms a {spec.unit}** "
+            f"**{name.capitalize()}{mode}: {value(row.time_s, MILLI)} ms a {spec.unit}{part_of(spec)}** "
             f"({interval(row.time_s, MILLI)}), {value(scopes[name].flop_s, TERA)} TFLOP/s"
         )
         shares = [f"{percent(share)} of the {b.label}" for b in roofline.bases(run)
@@ -69,7 +69,7 @@ def _times(run: LoadedRun, found: E2e) -> str:
     return " ".join(out)
 
 
-def _speedup(found: E2e) -> str | None:
+def _speedup(run: LoadedRun, found: E2e) -> str | None:
     ratio = found.speedup
     if ratio is None:
         return None
@@ -79,8 +79,10 @@ def _speedup(found: E2e) -> str | None:
         verdict = "compiling makes it faster"
     elif ratio.hi < 1:
         verdict = "compiling makes it **slower**"
+    elif max(ratio.hi - 1, 1 - ratio.lo) <= run.config.threshold("converged_frac", run.kind):
+        verdict = "the two tie"
     else:
-        verdict = "the two tie within the interval"
+        verdict = "which is faster cannot be told"
     text = f"Eager over compiled time is {value(ratio)} ({interval(ratio)}), from interleaved blocks: {verdict}."
     if found.compile_s is not None:
         cached = ", part of it from the compiler's cache" if found.from_cache else ""
@@ -99,12 +101,21 @@ def _rest(run: LoadedRun) -> str | None:
         parts = sorted(made.parts.items(), key=lambda p: -abs(p[1]))[:2]
         named = ", ".join(f"{name} {_share(t, made.total_s)}" for name, t in parts)
         text = f"Of the {mode} pass, FLOP at the roof take {_share(made.floor_s, made.total_s)}; then {named}."
-        if made.finding:
-            limit = run.config.threshold("gap_residual_frac")
-            text += f" **The residual is {_share(made.parts[roofline.RESIDUAL], made.total_s)}, beyond {limit * 100:g} %:** "
-            text += "operations alone do not explain the pass."
+        text += _residual(made, run.config.threshold("gap_residual_frac") * 100)
         out.append(text)
     return " ".join(out)
+
+
+def _residual(made: Ledger, limit: float) -> str:
+    """What is left over: a finding where its whole interval lies beyond the limit (percent)."""
+    frac = made.residual_frac
+    around = f"{percent(frac)} ({interval(frac, 0.01)})"
+    if made.finding is None:
+        return f" The residual, {around}, is not settled: its interval straddles {limit:g} % of the pass."
+    if not made.finding:
+        return f" The residual is {around}, within {limit:g} % of the pass."
+    why = "the operations alone take longer than the pass" if frac.hi < 0 else "the operations alone do not explain the pass"
+    return f" **The residual is {around}, beyond {limit:g} %:** {why}."
 
 
 def _share(part: float | None, whole: float) -> str:
@@ -117,7 +128,7 @@ def _counter(run: LoadedRun, found: E2e) -> str | None:
     limit, drift = run.config.threshold("flop_counter_pct"), found.counter.drift_frac * 100
     ok = abs(drift) <= limit
     text = f"Torch's counter finds {number(found.counter.counted / GIGA, 6)} GFLOP in the eager pass, "
-    text += f"the operation table {number(found.counter.declared / GIGA, 6)} ({drift:+.3f} %)"
+    text += f"the operation table {number(found.counter.declared / GIGA, 6)}" + (f" ({drift:+.2g} %)" if drift else ", the same")
     return text + ("." if ok else f": **more than {limit:g} % apart.**")
 
 
@@ -158,9 +169,10 @@ def mfu(run: LoadedRun) -> Table:
     ]  # fmt: skip
     named = "; ".join(f"{b.name}: {b.label}, {number(b.rate / TERA, 4)} TFLOP/s" for b in basis if b.rate and b.same_device)
     caption = f"One {roofline.spec_of(run).unit}: time and MFU ({named or 'no basis in this run'})"
+    shown = [b.name for b in basis if b.rate and b.same_device]
     raw = [
         {"scope": m.scope, "time_s": m.time_s and m.time_s.median, "flop_s": m.flop_s and m.flop_s.median,
-         **{f"mfu_{name}_frac": s and s.median for name, s in m.shares.items()}, "reason": m.reason} for m in scopes
+         **{f"mfu_{name}_frac": (s := m.shares[name]) and s.median for name in shown}, "reason": m.reason} for m in scopes
     ]  # fmt: skip
     return Table("e2e_mfu", caption, columns, scopes, raw)
 
@@ -308,15 +320,16 @@ def reference(run: LoadedRun) -> Table | Text:
     scale = {"FLOP/s": (TERA, "TFLOP/s"), "FLOP/B": (1, "FLOP/B"), "fraction": (0.01, "%")}
     columns = [
         Column("figure", lambda r: r.what),
+        Column("basis of this run's", lambda r: r.basis, optional=True),
         Column("unit", lambda r: scale[r.unit][1]),
-        Column("pilot", lambda r: number(r.pilot / scale[r.unit][0], 4), True),
+        Column("pilot", lambda r: f"{r.pilot / scale[r.unit][0]:,.9g}", True),
         Column("this run", lambda r: value(r.observed, scale[r.unit][0]), True),
         Column("interval", lambda r: interval(r.observed, scale[r.unit][0]), True),
         Column("comparable", lambda r: "yes" if r.comparable else f"no: {r.reason}"),
     ]
     raw = [{"what": r.what, "unit": r.unit, "pilot": r.pilot, "observed": r.observed and r.observed.median,
-            "comparable": r.comparable, "reason": r.reason} for r in items]  # fmt: skip
-    return Table("e2e_reference", "The pilot's figures, quoted and never judged by", columns, items, raw)
+            "basis": r.basis, "comparable": r.comparable, "reason": r.reason} for r in items]  # fmt: skip
+    return Table("e2e_reference", "The pilot's figures (MFU of its own peak), quoted and never judged by", columns, items, raw)
 
 
 def setup(run: LoadedRun) -> Table:

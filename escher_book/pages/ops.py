@@ -25,6 +25,7 @@ from escher_book.tables import (
     ratio,
     raw_row,
     seconds,
+    small_percent,
     value,
 )
 from escher_kernels import workload
@@ -44,7 +45,7 @@ def finding(run: LoadedRun) -> Text:
     if found is None:
         return Text("This family was not measured.")
     return Text(
-        _sums(run, found), _bands(found), _losses(found), _identical(found), _launch_bound(found), _dtype(run),
+        _drift(run), _sums(run, found), _bands(found), _losses(found), _identical(found), _launch_bound(found), _dtype(run),
         correctness([r for r in found.every if r.role == "case"]), meanwhile(run, "ops", shift=found.shift),
     )  # fmt: skip
 
@@ -65,6 +66,20 @@ def _sums(run: LoadedRun, found: Ops) -> str:
     if share := next((m.shares.get("measured") for m in roofline.mfu(run) if m.scope == "sum_optimized"), None):
         words.append(f"With the fastest paths the sum reaches {percent(share)} of the measured compute roof.")
     return " ".join(words)
+
+
+def _drift(run: LoadedRun) -> str | None:
+    """A geometry that is not the one the pilot's totals belong to."""
+    made, limit = roofline.calibration(run), run.config.threshold("calibration_drift_pct")
+    drifts = [f"{name} {d * 100:+.1f} %" for name, d in (("FLOP", made.flop_drift), ("bytes", made.bytes_drift))
+              if d is not None and abs(d) * 100 > limit]  # fmt: skip
+    if not drifts:
+        return None
+    judged = "" if made.applies else f" It is not judged: {made.reason}."
+    return (
+        f"**The geometry drifts from the totals that its workload declares by more than {limit:g} % ({', '.join(drifts)}):** "
+        f"this book measures another model.{judged}"
+    )
 
 
 def _ms(estimate: Estimate | None) -> str:
@@ -209,13 +224,13 @@ def times(run: LoadedRun) -> Table:
 
     columns = [
         Column("operation", lambda r: r.op.name),
+        Column("judged", lambda r: "launch-bound" if r.launch_bound else r.band or NONE),
         Column("bound by", lambda r: r.bound or NONE),
         Column("theory", lambda r: seconds(r.theory_s and r.theory_s.median), True),
         Column("default path", lambda r: _time(r.default), True),
         Column("optimized path", lambda r: _time(r.optimized), True),
         Column("which", path),
         Column("optimized / theory", lambda r: ratio(r.ratio.get(OPTIMIZED)), True),
-        Column("judged", lambda r: "launch-bound" if r.launch_bound else r.band or NONE),
         Column("notes", said, optional=True),
     ]
     raw = [
@@ -306,15 +321,15 @@ def _roof_layers(found: Ops, frame: pd.DataFrame) -> list[alt.Chart]:
     points = [(x, min(peak, rate * x)) for x in (left, found.ridge.median, right)]
     line = pd.DataFrame([{"intensity": x, "rate": y / TERA} for x, y in points])
     labels = pd.DataFrame([
-        {"intensity": found.ridge.median, "rate": peak / TERA,
-         "label": f"{number(peak / TERA, 4)} TFLOP/s; ridge {number(found.ridge.median)} FLOP/B"},
+        {"intensity": right, "rate": peak / TERA,
+         "label": f"{number(peak / TERA, 4)} TFLOP/s, ridge {number(found.ridge.median)}"},
         {"intensity": left, "rate": left * rate / TERA, "label": f"{number(rate / GIGA, 4)} GB/s"},
     ])  # fmt: skip
     grey = COLOURS["reference"]
     # rows in order of intensity: no `order` channel, so that the line is drawn as the rows come
     return [
         alt.Chart(line).mark_line(size=2, color=grey).encode(x="intensity:Q", y="rate:Q"),
-        alt.Chart(labels.head(1)).mark_text(align="right", dy=-8, dx=-6, fontSize=11, color=grey).encode(
+        alt.Chart(labels.head(1)).mark_text(align="right", dy=-8, fontSize=11, color=grey).encode(
             x="intensity:Q", y="rate:Q", text="label:N"
         ),
         alt.Chart(labels.tail(1)).mark_text(align="left", dy=14, dx=10, fontSize=11, color=grey).encode(
@@ -416,7 +431,7 @@ def totals(run: LoadedRun) -> Table:
 
     def share(rows: list[OpRow]) -> str:
         mine = total(rows, DEFAULT)
-        return f"{number(mine.median / whole.median * 100)} %" if mine and whole else NONE
+        return small_percent(mine.median / whole.median) if mine and whole else NONE
 
     columns = [
         Column("category", lambda i: i[0]),
@@ -437,4 +452,4 @@ def _sum(estimate: Estimate | None) -> str:
 
 def _flop_share(found: Ops, rows: list[OpRow]) -> str:
     flop = sum(r.op.flop * (1 if r.op.per_pass else found.spec.depth) for r in rows)
-    return f"{number(flop / workload.pass_flop(found.spec) * 100)} %" if flop else "0"
+    return small_percent(flop / workload.pass_flop(found.spec)) if flop else "0"
