@@ -189,7 +189,7 @@ def measure_family(
     """
     if family not in families():
         raise ValueError(f"unknown family {family!r}; known: {', '.join(families())}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its profiler, which tells what ran, writes lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler, which tells what ran, writes lines of its own
     import torch
 
     progress = progress or Progress(family)
