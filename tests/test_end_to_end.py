@@ -34,7 +34,7 @@ from escher_kernels import records, targets
 from escher_kernels.run import families
 from validation import derive, memory, roofline
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first one measures six families
 MEASURE = ("--device", "cpu", "--budget", "quick")
 PROSE = ("glossary.html", "notebooks/methodology.html", "notebooks/wan2_2.html")
 PAGES = families()
