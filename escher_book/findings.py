@@ -69,11 +69,12 @@ def provenance(run: LoadedRun) -> str:
     """One line below every title: the run, its workload and its rules."""
     spec, settings = run.info["workload"], run.info["settings"]
     derived = f" (derived from {spec['derived_from']}: {spec['derived_why']})" if spec.get("derived_from") else ""
+    model = f" Reference model {settings['reference_model']}." if settings.get("reference_model") else ""
     created = run.info["created_utc"].replace("T", " ").replace("+00:00", " UTC")
     device = f" Measured on device 0 of {run.found.count}." if run.found.count > 1 else ""
     return (
         f"Run {run.info['run_id']}, {created}.{device} Workload {spec['name']}{derived}: depth {spec['depth']}, "
-        f"{spec['query_tokens']:,} query and {spec['window_tokens']:,} cached tokens. Budget {settings['budget']}, "
+        f"{spec['query_tokens']:,} query tokens that attend to {spec['window_tokens']:,}.{model} Budget {settings['budget']}, "
         f"method {run.info['method']}."
     )
 

@@ -7,7 +7,7 @@ element-wise operations and, on a GPU, GEMMs through torch.compile. FLOP and byt
 4*B*H*Sq*Skv*D, each tensor moved once. The optimized path is the fastest right one; that is derived, not stored.
 Traps this module avoids: operands that stay in a cache between calls (operands and outputs rotate through a set larger
 than four times the last-level caches); a silent fall-back to another kernel (`attention.what_ran`); an output that an
-earlier call left in the memory a new one is given (freed outputs are filled with NaN before a checked call); scores of
+earlier call left in the memory a new one is given (what is kept is filled with NaN before a checked call); scores of
 math attention that do not fit (predicted, and skipped with both figures).
 Outside tools that agree: torch.utils.benchmark on a single operation, flash-attention's benchmark scripts, rocprof.
 """
@@ -51,9 +51,14 @@ def paths(op: Op, kind: str, quick: bool = False) -> list[str]:
     return [COMPILED]
 
 
-def cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
+def planned(kind: str, spec: Spec, quick: bool = False) -> list[tuple[Op, str]]:
     """Every operation on its default path, and on the others."""
-    return [case(op, dtype, path) for op in ops(spec) for path in (DEFAULT, *paths(op, kind))]
+    return [(op, path) for op in ops(spec) for path in (DEFAULT, *paths(op, kind, quick))]
+
+
+def cases(kind: str, dtype: str, spec: Spec, quick: bool = False) -> list[Case]:
+    """The rows of what is planned."""
+    return [case(op, dtype, path) for op, path in planned(kind, spec, quick)]
 
 
 class Pool:
@@ -330,8 +335,7 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     """Warm-up, anchors, every operation on its default path and on the others in blocks, anchors."""
     torch, kind, dtype = machine.torch, machine.kind, machine.dtype
     element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    quick = session.budget.name == "quick"
-    planned = [(op, path) for op in ops(spec) for path in (DEFAULT, *paths(op, kind, quick))]
+    work = planned(kind, spec, session.budget.name == "quick")
     if kind == "gpu":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -340,13 +344,13 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         session.warm_up(machine)
         operands = Operands(torch, machine, spec, element)
     except RuntimeError as exc:  # torch's out-of-memory errors are RuntimeErrors
-        for op, path in planned:
+        for op, path in work:
             session.skip(case(op, dtype, path), str(exc).splitlines()[0])
         return
     session.anchor()
     with torch.no_grad():
         items = []
-        for op, path in planned:
+        for op, path in work:
             session.progress(f"preparing {op.name}, {path}", always=False)
             items.append(ready(torch, operands, op, dtype, path))
         session.run_blocks(items)

@@ -721,3 +721,10 @@ def test_an_operation_without_any_record_is_said(run_of):
     cells = next(c for c in ops.times(run).cells if c[0] == "kv_cache_write")
     assert "not run" in cells[-1] and "no time for kv_cache_write" in ops.finding(run).markdown
     assert ABSENT not in everything(run)
+
+
+def test_the_line_below_a_title_names_the_workload_as_it_ran(run_of):
+    line = findings.provenance(run_of(gpu(family_ops(WAN), spec=WAN, settings={"budget": "quick"})))
+    assert "32,760 query tokens that attend to 32,760." in line and "cached" not in line and "Reference" not in line
+    asked = {"budget": "quick", "reference_model": "wan2_2_t2v_a14b"}
+    assert "Reference model wan2_2_t2v_a14b." in findings.provenance(run_of(gpu(family_ops(WAN), spec=WAN, settings=asked)))
