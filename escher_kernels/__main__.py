@@ -19,11 +19,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m escher_kernels", description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=[*run.families(), "plan"])
     parser.add_argument("--run", type=Path, help="directory the records go to")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="measure these cases alone")
     for f in dataclasses.fields(run.Settings):
         kind = int if f.type.startswith("int") else str
         parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, type=kind)
     arguments = vars(parser.parse_args(argv))
-    family, run_dir = arguments.pop("family"), arguments.pop("run")
+    family, run_dir, only = (arguments.pop(name) for name in ("family", "run", "only"))
     try:
         settings = run.Settings.from_json(arguments)
         if family == "plan":
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if run_dir is None:
             raise ValueError("--run DIR is missing: where shall the records go?")
-        print(run.measure_family(family, run_dir, settings))
+        print(run.measure_family(family, run_dir, settings, only=only))
     except (RecordError, targets.ConfigError, targets.TargetError, targets.DeviceError, workload.WorkloadError,
             ValueError) as exc:  # fmt: skip
         print(f"error: {exc}", file=sys.stderr)

@@ -36,6 +36,7 @@ SKEW = {"gpu": 8192, "cpu": 1024}  # the square whose FLOP is kept while M grows
 SKEW_BY = {"gpu": (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16), "cpu": (1 / 16, 1 / 4, 1, 4, 16)}
 BATCHED_TOKENS = {"gpu": 4096, "cpu": 256}
 BATCHED_SQUARES = {"gpu": (64, 2048), "cpu": (8, 256)}  # how many, and their M = N = K
+PEERS = {"gpu": ((8192, 8192, 16384), (4096, 4864, 8192))}  # that an outside tool times: RVS gst, its A and B swapped
 LONG_K = {"gpu": (1024, 1024, 65536)}  # few outputs with long sums, which a library splits into partial sums
 STEP = 64
 REFINE_TOP, REFINE_ROUNDS, REFINE_GAIN = 3, 5, 1.005
@@ -75,7 +76,8 @@ def cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
 
 def side_cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
     """Skew: M times r and N over r at the FLOP of one square. Batches: heads x (Sq, D) x (D, Skv), heads x (Sq, Skv) x
-    (Skv, D), and squares. A bias: one projection and one FFN GEMM. On a GPU a GEMM of a long K."""
+    (Skv, D), and squares. A bias: one projection and one FFN GEMM. On a GPU a GEMM of a long K, and the shapes of an
+    outside tool."""
     n, tokens = SKEW[kind], BATCHED_TOKENS[kind]
     shapes = [(round(n * r), round(n / r)) for r in SKEW_BY[kind]]
     out = [gemm(f"skew.{rows}x{columns}", rows, columns, n, dtype=dtype) for rows, columns in shapes]
@@ -90,7 +92,7 @@ def side_cases(kind: str, dtype: str, spec: Spec) -> list[Case]:
     out += [gemm(f"addmm.{x}", *named[x], "NT", dtype, op="addmm") for x in ("self_attn.q", "ffn.linear1")]
     if kind in LONG_K:
         out.append(gemm("long_k", *LONG_K[kind], dtype=dtype))
-    return out
+    return out + [gemm("peer.{}x{}x{}".format(*shape), *shape, "NT", dtype) for shape in PEERS.get(kind, ())]
 
 
 def epilogue_cases(dtype: str, spec: Spec) -> list[Case]:

@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -179,10 +179,12 @@ def measure_family(
     profile: dict[str, Any] | None = None,
     progress: Callable[..., None] | None = None,
     iteration: int = 0,
+    only: Sequence[str] | None = None,
 ) -> Path:
     """Measure one family and write its records. Returns the path of the file.
 
-    `profile`: the device profile the caller expects (its JSON); ValueError if this process finds another one.
+    `profile`: the device profile the caller expects (its JSON); ValueError if this process finds another one. `only`:
+    names of the cases to measure.
 
     Raises RecordError where the file exists or cannot be written, and what `plan` raises. A case that cannot run is a
     record with its reason, never an exception.
@@ -234,7 +236,7 @@ def measure_family(
     with Writer(path, run) as out:
         timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
         budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
-        session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration)
+        session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration, only=only)
         importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
         progress(f"done, {out.count} records")
     return path

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -299,7 +299,8 @@ class Progress:
 class Session:
     """One family being measured: its timer, where records go, and how long it may take.
 
-    `write` gets each `Record` as soon as it exists. `threads` is how many cores the CPU cases use.
+    `write` gets each `Record` as soon as it exists. `threads` is how many cores the CPU cases use. `only`: the names of
+    the cases that are measured; anchors and warm-up are, in any case.
     """
 
     def __init__(
@@ -312,8 +313,9 @@ class Session:
         progress: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         iteration: int = 0,
+        only: Collection[str] | None = None,
     ):
-        self.family, self.timer, self._write, self.budget = family, timer, write, budget
+        self.family, self.timer, self._write, self.budget, self.only = family, timer, write, budget, only
         self.threads, self.clock, self.iteration = threads, clock, iteration
         self.progress = progress or Progress(family)
         self.started = clock()
@@ -332,7 +334,11 @@ class Session:
         return out
 
     def skip(self, case: Case, reason: str) -> None:
-        self.record(case, skipped=reason)
+        if self._wanted(case):
+            self.record(case, skipped=reason)
+
+    def _wanted(self, case: Case) -> bool:
+        return self.only is None or case.name in self.only
 
     def estimate(self, call: Callable[[int], Any], turn: int = 0) -> float:
         """Seconds one call takes undisturbed, after one untimed: the least of three where calls are short.
@@ -412,6 +418,8 @@ class Session:
 
     def _ready(self, item: Prepared, full_check: bool, limit_s: float) -> bool:
         """One untimed call on poisoned outputs, checked, and sized. False (with a record) where it cannot be timed."""
+        if not self._wanted(item.case):
+            return False
         limit_s = item.limit_s or limit_s
         if item.case.skipped:
             self.skip(item.case, item.case.skipped)

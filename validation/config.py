@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from escher_kernels import targets
 from escher_kernels.targets import ConfigError, check, is_number, is_whole, wrong
@@ -49,6 +50,11 @@ class Config(targets.Config):
             raise ConfigError(f"{self.path}: thresholds.{name} is missing; expected one of {known}")
         value = self["thresholds"][name]["value"]
         return value[kind] if isinstance(value, dict) else value
+
+    def floor(self, key: str, name: str) -> dict[str, Any] | None:
+        """A target's `roof_floor_frac` or `bandwidth_floor_frac`: value, source, date, note. None for an unknown key."""
+        every = [*self["targets"], self["cpu"]]
+        return next((t[name] for t in every if t["key"] == key), None)
 
 
 def of_run(run_dir: Path) -> Config:

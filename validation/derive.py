@@ -6,6 +6,7 @@ values are in base units (s, FLOP/s, B/s, Hz); scaling and rounding belong to th
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ ANCHOR_MOVED = "NOISY: anchor moved"
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The raw part of a run. `files` holds the families that were measured, by name."""
+    """The raw part of a run. `files` holds the families that were measured, by name; `unreadable`: why one was left out."""
 
     directory: Path
     info: dict[str, Any]  # run.json
@@ -33,6 +34,7 @@ class LoadedRun:
     selection: targets.Selection
     found: targets.Found
     config: Config
+    unreadable: dict[str, str] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -46,8 +48,11 @@ class LoadedRun:
         return self.files[family].records if family in self.files else []
 
 
-def load(directory: Path, config: Config | None = None) -> LoadedRun:
-    """Read a run directory. Raises RecordError naming what is missing or corrupt, ConfigError for the configuration."""
+def load(directory: Path, config: Config | None = None, lenient: bool = False) -> LoadedRun:
+    """Read a run directory. Raises RecordError naming what is missing or corrupt, ConfigError for the configuration.
+
+    `lenient`: a family's file that cannot be used is left out, its reason in `unreadable`, and the rest is read.
+    """
     directory = Path(directory)
     if not (directory / "run.json").is_file():
         raise RecordError(f"{directory}: no run (run.json is missing); give a directory below results/")
@@ -58,12 +63,15 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
         if key not in info:
             raise RecordError(f"{directory / 'run.json'}: {key} is missing; measure again")
     files: dict[str, RecordFile] = {}
+    unreadable: dict[str, str] = {}
     for path in sorted((directory / "records").glob("*.jsonl")):
-        content = records.read(path)
-        if content.run.family != path.stem.partition("_")[2]:
-            raise RecordError(f"{path}: holds family {content.run.family!r}; give it that family's name back")
-        _check_belongs(path, content.run, info)
-        files[content.run.family] = content
+        family = path.stem.partition("_")[2]
+        try:
+            files[family] = _read_family(path, family, info)
+        except RecordError as exc:
+            if not lenient:
+                raise
+            unreadable[family] = str(exc).replace(f"{directory}{os.sep}", "")
     try:
         target = info["target"]
         found = targets.Found.from_json(target["found"])
@@ -80,7 +88,16 @@ def load(directory: Path, config: Config | None = None) -> LoadedRun:
         selection=selection,
         found=found,
         config=config or configuration.of_run(directory),
+        unreadable=unreadable,
     )
+
+
+def _read_family(path: Path, family: str, info: dict[str, Any]) -> RecordFile:
+    content = records.read(path)
+    if content.run.family != family:
+        raise RecordError(f"{path}: holds family {content.run.family!r}; give it that family's name back")
+    _check_belongs(path, content.run, info)
+    return content
 
 
 def _check_belongs(path: Path, run: Run, info: dict[str, Any]) -> None:
@@ -262,7 +279,7 @@ class Probe:
     block_bests: Estimate  # of all threads together
 
 
-GEMM_GROUPS = ("square", "skew", "batched", "addmm", "long_k", "reduced", "epilogue")
+GEMM_GROUPS = ("square", "skew", "batched", "addmm", "long_k", "peer", "reduced", "epilogue")
 
 
 def gemm_group(row: Row) -> str:

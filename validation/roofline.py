@@ -169,7 +169,8 @@ def predicted_ridge(run: LoadedRun) -> float | None:
     return peak / profile.bandwidth_bytes_s if peak and profile.bandwidth_bytes_s else None
 
 
-def _side(intensity: float, ridge: float | None, near_frac: float) -> str | None:
+def side(intensity: float, ridge: float | None, near_frac: float) -> str | None:
+    """compute, memory, or near the ridge; None without a ridge."""
     if ridge is None:
         return None
     if abs(intensity / ridge - 1) <= near_frac:
@@ -203,7 +204,7 @@ def _op_row(
     ridge = derive.ridge(peak, bytes_s).median if peak and bytes_s else None
     return OpRow(
         op=op, default=default, others=others, optimized=optimized, theory_s=theory,
-        bound=_side(intensity, ridge, near), predicted=_side(intensity, predicted, near), ratio=ratio,
+        bound=side(intensity, ridge, near), predicted=side(intensity, predicted, near), ratio=ratio,
         band=band(ratio[OPTIMIZED], config) if OPTIMIZED in ratio and not launch_bound else None,
         launch_bound=launch_bound,
     )  # fmt: skip

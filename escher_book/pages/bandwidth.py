@@ -30,6 +30,8 @@ from escher_book.tables import (
 from validation import derive
 from validation.derive import LoadedRun
 
+PLOTS: dict[str, tuple[str, ...]] = {"A3": (), "A3b": ()}
+
 
 def finding(run: LoadedRun) -> Text:
     """The bandwidth roof, and how far to trust it."""

@@ -26,6 +26,8 @@ NAMES = {
 CANNOT = "cannot be told"
 ANSWER = {True: "yes", False: "no", None: CANNOT}
 
+PLOTS: dict[str, tuple[str, ...]] = {"A8c": ()}
+
 
 def finding(run: LoadedRun) -> Text:
     """How much memory a model can have, and whether the run's workload fits it, at its whole depth and as it ran."""

@@ -32,6 +32,7 @@ from escher_book.tables import (
 from validation import derive
 from validation.derive import LoadedRun, Row
 
+PLOTS: dict[str, tuple[str, ...]] = {"A2": (), "A2b": ()}
 SHAPES = {"square": "square", "workload": "triangle-up", "roof": "diamond"}
 
 
@@ -168,10 +169,10 @@ def workload(run: LoadedRun) -> Table:
 
 
 def beside(run: LoadedRun) -> Table:
-    """Batches, a bias, a long K, and the same GEMMs with reduced-precision sums."""
+    """Batches, a bias, a long K, shapes that outside tools time, and GEMMs with reduced-precision sums."""
     c = derive.compute(run)
-    items = [*c.of("batched", "addmm", "long_k"), *c.reduced]
-    caption = "Batches, a bias vector, long sums; reduced: partial sums may be rounded"
+    items = [*c.of("batched", "addmm", "long_k", "peer"), *c.reduced]
+    caption = "Batches, a bias vector, long sums; peer: an outside tool's shape; reduced: partial sums may be rounded"
     return Table("compute_beside", caption, _with_call(_gemm_columns(c)), items, map(raw_row, items))
 
 

@@ -32,6 +32,8 @@ MILLI = 1e-3
 COLOUR_OF = {EAGER: "#D55E00", COMPILED: "#0072B2"}
 BASIS_COLOURS = {"measured": "#009E73", "rated": "#444444", "probed": "#444444", "pilot": "#CC79A7"}
 
+PLOTS: dict[str, tuple[str, ...]] = {"A8": ("compute",), "A8b": (), "A10": ("compute", "bandwidth", "ops")}
+
 
 def finding(run: LoadedRun) -> Text:
     """How fast the model runs, what that is a share of, and where the rest goes."""

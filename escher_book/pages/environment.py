@@ -6,6 +6,8 @@ from escher_book.tables import NONE, Column, Table, Text, facts, notes, number, 
 from validation import derive
 from validation.derive import LoadedRun
 
+PLOTS: dict[str, tuple[str, ...]] = {}
+
 
 def finding(run: LoadedRun) -> Text:
     """What could spoil the numbers, first."""

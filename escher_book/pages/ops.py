@@ -38,6 +38,8 @@ MEGA, MILLI = 1e6, 1e-3
 CATEGORIES = ("self_attn", "cross_attn", "ffn", "norm", "cache", "time")
 COLOUR_OF = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00"), strict=True))
 
+PLOTS: dict[str, tuple[str, ...]] = {"A6": ("compute", "bandwidth"), "A7": ("compute", "bandwidth")}
+
 
 def finding(run: LoadedRun) -> Text:
     """What a pass costs as the sum of its operations, and which of them lose the most."""
