@@ -9,29 +9,54 @@ flag  = $(if $($(1)), --$(2) $(call quote,$($(1))))
 
 SET_UP = $(call quote,$(PYTHON)) escher_book/setup_env.py$(call flag,DEVICE,device)$(call flag,TORCH_INDEX_URL,torch-index-url)
 IN_ENV = $(SET_UP) --
+on    = $(if $(filter-out 0,$($(1))), --$(2))
+RUN_OR_NEWEST = $(if $(RUN), $(call quote,$(RUN)))$(call flag,RESULTS_DIR,results-dir)
 MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REFERENCE_MODEL,reference-model)$(call flag,DEPTH,depth)$(call flag,TOKENS,tokens)$(call flag,WINDOW,window)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)
 
-.PHONY: help book run report lab sample test test-all env clean distclean
+.PHONY: help book run report score validate compare baseline variability selftest lab sample test test-all env clean distclean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | awk -F' [|] ' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | awk -F' [|] ' '{printf "%-17s %s\n", $$1, $$2}'
 	@echo
 	@echo "  Variables, each the command line's flag of that name:"
 	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET=quick|standard|full"
 	@echo "                   WORKLOAD= or REFERENCE_MODEL=  DEPTH= TOKENS= WINDOW="
 	@echo "                   RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S="
-	@echo "  report           RUN= RESULTS_DIR="
+	@echo "                   book: STRICT=1 NO_VALIDATE=1"
+	@echo "  report, score    RUN= RESULTS_DIR= STRICT=1"
+	@echo "  validate         RUN= IMPORT=<a log made elsewhere>"
+	@echo "  compare          RUN= BASE= ACROSS=1 STRICT=1"
+	@echo "  baseline         RUN=<a run, or a folder of runs>"
+	@echo "  variability      RUNS=<how many> and those of run"
 	@echo "  any              PYTHON= (makes the environment)  TORCH_INDEX_URL= (a mirror to take torch from)"
 	@echo "  e.g. make book TARGET=mi355x"
 
 book:  ## measure, judge and build the HTML book
-	@$(IN_ENV) escher book$(MEASURE)
+	@$(IN_ENV) escher book$(MEASURE)$(call on,STRICT,strict)$(call on,NO_VALIDATE,no-validate)
 
 run:  ## measure only: records in RESULTS_DIR
 	@$(IN_ENV) escher run$(MEASURE)
 
-report:  ## build the pages again from the records of RUN
-	@$(IN_ENV) escher report$(if $(RUN), $(call quote,$(RUN)))$(call flag,RESULTS_DIR,results-dir)
+report:  ## judge and build the pages again from the records of RUN
+	@$(IN_ENV) escher report$(RUN_OR_NEWEST)$(call on,STRICT,strict)
+
+score:  ## judge RUN: the scorecard alone
+	@$(IN_ENV) escher score$(RUN_OR_NEWEST)$(call on,STRICT,strict)
+
+validate:  ## hold RUN against the outside tools that are installed, or against a log
+	@$(IN_ENV) escher validate$(RUN_OR_NEWEST)$(call flag,IMPORT,import)
+
+compare:  ## hold RUN against BASE, or against the baseline
+	@$(IN_ENV) escher compare$(if $(BASE), $(call quote,$(BASE)))$(RUN_OR_NEWEST)$(call on,ACROSS,across)$(call on,STRICT,strict)
+
+baseline:  ## keep RUN as what later runs are compared with
+	@$(IN_ENV) escher baseline set$(RUN_OR_NEWEST)
+
+variability:  ## make RUNS runs and say how far they differ
+	@$(IN_ENV) escher variability --runs $(or $(RUNS),3)$(MEASURE)
+
+selftest:  ## put the judge on trial
+	@$(IN_ENV) escher selftest
 
 lab:  ## open the notebooks in JupyterLab
 	@$(IN_ENV) jupyter lab$(if $(filter 0,$(shell id -u)), --allow-root) --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate notebooks

@@ -1,6 +1,7 @@
 """The command line. One line for an error, and an exit status that means something.
 
-0: done. 1: a family failed, timed out or died, or the book has a warning. 2: wrong usage or environment. 130: Ctrl-C.
+0: done, and the verdict is GO or CONDITIONAL GO. 1: NO-GO, a family failed, timed out or died, the book was not built, or
+a comparison found a regression. 2: wrong usage or environment. 3: with --strict, anything short of GO. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import click
 
+from escher_book import judging, runner
 from escher_book import report as reports
-from escher_book import runner
 from escher_book.stage import BookError
 from escher_kernels import targets
 from escher_kernels.records import RecordError
@@ -22,9 +23,12 @@ from escher_kernels.run import Settings
 from escher_kernels.timing import BUDGETS
 from escher_kernels.workload import WorkloadError
 from validation import config as configuration
+from validation import derive, scorecard
+from validation.compare import CompareError
 
 EXPECTED = (
-    runner.RunError, RecordError, BookError, WorkloadError, targets.ConfigError, targets.TargetError, targets.DeviceError,
+    runner.RunError, RecordError, BookError, WorkloadError, CompareError, targets.ConfigError, targets.TargetError,
+    targets.DeviceError,
 )  # fmt: skip
 
 
@@ -75,15 +79,25 @@ def _measure(
         raise click.exceptions.Exit(130) from None
 
 
-def _build(run_dir: Path, console: runner.Console, executed: dict | None = None) -> int:
-    result, broken = reports.make(run_dir, console, executed)
-    for page in broken:
+def _build(run_dir: Path, console: runner.Console, executed: dict | None = None, strict: bool = False) -> int:
+    made = reports.make(run_dir, console, executed)
+    for page in made.broken:
         console(f"error: a page could not be made from its records: {page}")
-    if not result.ok:
-        console(f"error: the book was not built: {next(iter(result.warnings), 'see the log')}; log: {result.log}")
+    if not made.built.ok:
+        why = next(iter(made.built.warnings), "see the log")
+        console(f"error: the book was not built: {why}; log: {made.built.log}")
         return 1
-    print(result.site / "index.html")
-    return 1 if broken else 0
+    status = _tell(made.card, console, strict)
+    print(made.built.site / "index.html")
+    return 1 if made.broken else status
+
+
+def _tell(card: scorecard.Scorecard, console: Callable[[str], None], strict: bool) -> int:
+    """The verdict and its reasons, one a line; returns the exit status that it means."""
+    console(f"verdict: {card.verdict}")
+    for reason in card.reasons:
+        console(f"  {reason}")
+    return card.strict_exit_status if strict else card.exit_status
 
 
 @cli.command()
@@ -95,23 +109,113 @@ def run(**options: Any) -> int:
     return 0 if all(s["status"] == "ok" for s in status.values()) else 1
 
 
+STRICT = click.option("--strict", is_flag=True, help="exit with 3 for anything short of GO")
+RESULTS = click.option("--results-dir", default=None, help="where runs are  [default: results]")
+RUN = click.argument("run_dir", metavar="[RUN]", required=False)
+
+
+def _chosen(run_dir: str | None, results_dir: str | None) -> Path:
+    return Path(run_dir).absolute() if run_dir else runner.newest(runner.results_root(results_dir))
+
+
 @cli.command()
 @_options
-def book(**options: Any) -> int:
-    """Measure, then build the book: results/<run>/site/index.html."""
+@STRICT
+@click.option("--validate/--no-validate", default=True, show_default=True, help="run the outside tools that are installed")
+def book(strict: bool, validate: bool, **options: Any) -> int:
+    """Measure, judge, then build the book: results/<run>/site/index.html."""
     run_dir, status, console = _measure(**options)
+    if validate:
+        judging.run_tools(run_dir, console)
     whole = {family: s["status"] == "ok" for family, s in status.items()}
-    built = _build(run_dir, console, whole)
+    built = _build(run_dir, console, whole, strict)
     return built or (0 if all(whole.values()) else 1)
 
 
 @cli.command()
-@click.argument("run_dir", metavar="[RUN]", required=False)
-@click.option("--results-dir", default=None, help="where runs are  [default: results]")
-def report(run_dir: str | None, results_dir: str | None) -> int:
-    """Build the pages of RUN (default: the newest) again from its records, without measuring."""
-    chosen = Path(run_dir).absolute() if run_dir else runner.newest(runner.results_root(results_dir))
-    return _build(chosen, runner.Console(None))
+@RUN
+@RESULTS
+@STRICT
+def report(run_dir: str | None, results_dir: str | None, strict: bool) -> int:
+    """Judge and build the pages of RUN (default: the newest) again from its records, without measuring."""
+    return _build(_chosen(run_dir, results_dir), runner.Console(None), strict=strict)
+
+
+@cli.command()
+@RUN
+@RESULTS
+@STRICT
+def score(run_dir: str | None, results_dir: str | None, strict: bool) -> int:
+    """Judge RUN (default: the newest): scorecard.json and .md, the verdict on the console."""
+    run = derive.load(_chosen(run_dir, results_dir), lenient=True)
+    card = scorecard.judge(run)
+    reports.write_judgement(run, card)
+    return _tell(card, print, strict)
+
+
+@cli.command()
+@RUN
+@RESULTS
+@click.option("--import", "imported", multiple=True, metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="a log made elsewhere; repeat it for more")  # fmt: skip
+@click.argument("more", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False))
+def validate(run_dir: str | None, results_dir: str | None, imported: tuple[str, ...], more: tuple[str, ...]) -> int:
+    """Hold RUN against outside tools: those that are installed, or with --import logs of them."""
+    return judging.validate(_chosen(run_dir, results_dir), [*imported, *more], runner.Console(None))
+
+
+@cli.command(name="compare")
+@click.argument("paths", metavar="[BASE] [RUN]", nargs=-1)
+@click.option("--across", is_flag=True, help="show unlike runs side by side, without a verdict")
+@RESULTS
+@STRICT
+def compare_(paths: tuple[str, ...], across: bool, results_dir: str | None, strict: bool) -> int:
+    """Hold RUN (default: the newest) against BASE (default: the baseline). Each is a run, or a folder of like runs."""
+    if len(paths) > 2:
+        raise click.UsageError("give BASE and RUN; several runs of a side lie in one folder")
+    root = runner.results_root(results_dir)
+    *base, run_dir = [Path(p).absolute() for p in paths] or [runner.newest(root)]
+    return judging.compare_runs(base[0] if base else None, run_dir, across, strict, root)
+
+
+@cli.group()
+def baseline() -> None:
+    """What later runs are compared with."""
+
+
+@baseline.command(name="set")
+@click.argument("paths", metavar="[RUN]...", nargs=-1)
+@RESULTS
+def baseline_set(paths: tuple[str, ...], results_dir: str | None) -> int:
+    """Keep RUN... (default: the newest; three or more for a verdict) as the baseline of their device and workload."""
+    root = runner.results_root(results_dir)
+    chosen = [Path(p).absolute() for p in paths] or [runner.newest(root)]
+    return judging.set_baseline(chosen, root, runner.Console(None))
+
+
+@cli.command()
+@click.argument("paths", metavar="[RUN]...", nargs=-1)
+@click.option("--runs", type=click.IntRange(min=2), default=None, help="make that many runs first")
+@_options
+def variability(paths: tuple[str, ...], runs: int | None, **options: Any) -> int:
+    """How far fresh-process runs differ: of RUN..., or of --runs N new ones. SC-8 reads it from each run."""
+    if bool(paths) == bool(runs):
+        raise click.UsageError("give runs that are there, or --runs N to make some")
+    chosen = [Path(p).absolute() for p in paths]
+    for number in range(runs or 0):
+        run_dir, status, console = _measure(**options)
+        failed = [family for family, s in status.items() if s["status"] != "ok"]
+        if failed:
+            console(f"error: run {number + 1}: {', '.join(failed)} did not finish")
+            return 1
+        chosen.append(run_dir)
+    return judging.tell_variability([r for p in chosen for r in judging.runs_at(p)], runner.Console(None))
+
+
+@cli.command()
+def selftest() -> int:
+    """Put the judge on trial: alter the sample run criterion by criterion, and see each one caught."""
+    return judging.self_test()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""From the raw part of a run to its book: replay the notebooks, write tables and plots, stage, build.
+"""From the raw part of a run to its book: replay the notebooks, write tables and plots, judge, stage, build.
 
 Nothing here measures, and nothing needs torch: a run can be copied to another machine and its book built there.
 """
@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import csv
 import html
+import importlib
 import io
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from escher_book import findings, runner, stage, tables, vega
+from escher_book import findings, runner, stage, tables, vega, verdict
 from escher_book.pages import environment
 from escher_book.runner import Console, Outcome, RunError
-from escher_kernels.records import read_json, write_bytes_atomic, write_text_atomic
+from escher_kernels.records import read_json, write_bytes_atomic, write_json_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
+from validation import artefacts, compare, crosscheck, derive, scorecard
 from validation import config as configuration
-from validation import derive
 from validation.derive import LoadedRun
+from validation.scorecard import Scorecard
 
 REPLAY_TIMEOUT_S = 300
+BASELINES = "baselines"  # beside the runs: <workload>-<target>/<run>/
 ENDED = {
     "failed": "This notebook failed",
     "timeout": "This notebook ran out of time",
@@ -32,15 +37,22 @@ ENDED = {
 }
 
 
-def make(
-    run_dir: Path, console: Console, executed: dict[str, Any] | None = None
-) -> tuple[stage.BuildResult, list[str]]:
+@dataclass(frozen=True)
+class Book:
+    """How the build went, the pages that could not be made from their records ("family: why"), and the judgement."""
+
+    built: stage.BuildResult
+    broken: list[str]
+    card: Scorecard
+
+
+def make(run_dir: Path, console: Console, executed: dict[str, Any] | None = None) -> Book:
     """Build the pages of a run into run_dir/site/. `executed`: families whose notebook was just executed and is whole.
 
-    Returns how the build went, and the pages that could not be made from their records ("family: why"). Raises
-    RunError, RecordError, ConfigError or BookError, each one line.
+    The artefacts are judged last: the pages are written as they will be if all that is declared comes out whole, and
+    once more where it does not. Raises RunError, RecordError, ConfigError or BookError, each one line.
     """
-    run = derive.load(run_dir)
+    run = derive.load(run_dir, lenient=True)
     try:
         settings = Settings.from_json(run.info["settings"])
     except (KeyError, TypeError, ValueError) as exc:
@@ -52,6 +64,23 @@ def make(
             if family in run.files and not (executed or {}).get(family):
                 replayed[family] = runner.execute(run_dir, family, True, settings, None, console, REPLAY_TIMEOUT_S)
     write_tables_and_plots(run)
+    artefacts.declare(run_dir, ("html",), declared(run))
+    promised = replace(artefacts.required(run), missing=(), broken=())
+    card = scorecard.judge(run, promised)
+    built = _build(run, card, replayed)
+    if built.ok and (found := scorecard.judge(run)) != card:  # something is missing after all
+        card, built = found, _build(run, found, replayed)
+    elif not built.ok:
+        card = scorecard.judge(run)
+        write_judgement(run, card)
+    broken = [f"{family}: {outcome.message}" for family, outcome in replayed.items() if not outcome.ok]
+    return Book(built, broken, card)
+
+
+def _build(run: LoadedRun, card: Scorecard, replayed: dict[str, Outcome]) -> stage.BuildResult:
+    """Judgement, staging and build for one state of the scorecard."""
+    run_dir = run.directory
+    checks = write_judgement(run, card)
     meta = stage.BookMeta(
         title=run.config["project"]["title"],
         run_id=run.info["run_id"],
@@ -59,11 +88,80 @@ def make(
         watermark="SYNTHETIC" if run.synthetic else "",
         watermark_note="Synthetic run: generated numbers, nothing was measured." if run.synthetic else "",
     )
-    generated = {"index.md": landing(run), "glossary.md": glossary(run.config)}
+    generated = {
+        "index.md": landing(run, card),
+        "scorecard.md": verdict.scorecard_page(run, card),
+        "validation.md": verdict.validation_page(run, checks),
+        "comparison.md": verdict.comparison_page(run, against_baseline(run), spread(run)),
+        "glossary.md": glossary(run.config),
+    }
     stage.stage(run_dir, ROOT, run_dir / "book", pages(run, replayed), meta, generated)
-    built = stage.build(run_dir / "book", run_dir / "site")
-    broken = [f"{family}: {outcome.message}" for family, outcome in replayed.items() if not outcome.ok]
-    return built, broken
+    return stage.build(run_dir / "book", run_dir / "site")
+
+
+def write_judgement(run: LoadedRun, card: Scorecard) -> list[crosscheck.Check]:
+    """scorecard.{json,md} and validation.{json,md}. Returns the checks against outside tools."""
+    checks = crosscheck.checks(run)
+    write_json_atomic(run.directory / "scorecard.json", scorecard.to_json(card))
+    write_text_atomic(run.directory / "scorecard.md", verdict.scorecard_page(run, card, markdown=True))
+    write_json_atomic(run.directory / "validation.json", crosscheck.to_json(checks))
+    write_text_atomic(run.directory / "validation.md", verdict.validation_page(run, checks, markdown=True))
+    for table in judged_tables(card, checks):
+        write_text_atomic(run.directory / "tables" / f"{table.name}.csv", as_csv(tables.rows(table)))
+    return checks
+
+
+def against_baseline(run: LoadedRun) -> compare.Comparison | str:
+    """This run against the baseline of its device and workload; why not, as a sentence."""
+    folder = baseline_of(run)
+    runs = [derive.load(path.parent) for path in sorted(folder.glob("*/run.json"))]
+    if not runs:
+        return "No baseline is set for this device and workload; escher baseline set RUN... keeps runs as one."
+    if run.info["run_id"] in [r.info["run_id"] for r in runs]:
+        return "This run is part of the baseline."
+    try:
+        return compare.compare(runs, [run])
+    except compare.CompareError as exc:
+        return f"Not compared: {exc}."
+
+
+def baseline_of(run: LoadedRun, root: Path | None = None) -> Path:
+    """Where the baseline of a run's device and workload lies, set or not."""
+    profile = run.selection.found_profile
+    name = f"{run.info['workload'].get('name', 'unknown')}-{profile.key if profile else 'unknown'}"
+    return (root or run.directory.parent) / BASELINES / name
+
+
+def spread(run: LoadedRun) -> compare.Variability | None:
+    """The variability that was kept in the run, if any."""
+    path = run.directory / scorecard.VARIABILITY
+    return compare.read_summary(read_json(path), str(path)) if path.is_file() else None
+
+
+def judged_tables(card: Scorecard, checks: list[crosscheck.Check]) -> list[tables.Table]:
+    """The tables of the judging pages that have rows."""
+    every = (verdict.criteria(card), verdict.figures(card), verdict.implausible(card), verdict.checks_table(checks))
+    return [table for table in every if table and table.raw]
+
+
+def declared(run: LoadedRun) -> Iterable[str]:
+    """What the run's families and the HTML book must leave: pages, executed notebooks, tables, plots, judgements."""
+    whole = {family for family in run.files if ended(run, family)["status"] == "ok"}
+    yield from ("scorecard.json", "scorecard.md", "validation.json", "validation.md")
+    yield from (f"site/{page}.html" for page in ("index", "scorecard", "validation", "comparison", "glossary"))
+    for family, source in runner.families().items():
+        yield f"site/notebooks/{source.stem}.html"
+        if family not in whole:
+            continue
+        yield f"notebooks/{source.name}"
+        for plot, needs in importlib.import_module(f"escher_book.pages.{family}").PLOTS.items():
+            if whole.issuperset(needs):
+                found = sorted(run.directory.glob(f"plots/{plot}_*.svg"))
+                for stem in [p.stem for p in found] or [plot]:
+                    yield from (f"plots/{stem}.svg", f"plots/{stem}.png")
+    yield from (f"tables/{name}.csv" for name in ("scorecard", "scorecard_figures"))
+    yield from (f"tables/{path.name}" for path in run.directory.glob("tables/*.csv"))
+    yield from (f"site/notebooks/{path.stem}.html" for path in (ROOT / "notebooks").glob("*.md"))
 
 
 def ended(run: LoadedRun, family: str) -> dict[str, Any]:
@@ -90,7 +188,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
         shown = executed if family in run.files and executed.is_file() else None
         reason = ""
         if shown is None:
-            reason = end.get("message") or "this family was not chosen for this run"
+            reason = run.unreadable.get(family) or end.get("message") or "this family was not chosen for this run"
         out[source.stem] = stage.PageInfo(
             notebook=shown,
             title=findings.title(heading(source), run),
@@ -130,12 +228,13 @@ def as_csv(rows: list[list[Any]]) -> str:
     return text.getvalue()
 
 
-def landing(run: LoadedRun) -> str:
-    """The book's first page: what machine, the headline numbers, how each family ended."""
+def landing(run: LoadedRun, card: Scorecard) -> str:
+    """The book's first page: what machine, the verdict, the headline numbers, how each family ended."""
     parts = [
         f"# {stage.escape(findings.machine_name(run))}",
         stage.escape(run.config["project"]["subtitle"]) + ".",
         *(stage.admonition(kind, text) for kind, text in findings.banners(run)),
+        verdict.headline(card) + "\n\n" + verdict.first_reasons(card),
         findings.cards(run),
         f'<p class="subtitle">{html.escape(findings.provenance(run))}</p>',
         "## How each family ended",

@@ -21,6 +21,7 @@ NOISY = "NOISY: "
 RAW = "application/vnd.escher.rows+json"  # what an executed notebook keeps for tables/*.csv
 TERA, GIGA, MIB, GIB = 1e12, 1e9, 2**20, 2**30
 NONE = "–"
+WIDE = ("notes", "why", "reason", "what it says")  # headings of columns of sentences
 MARKDOWN = re.compile(r"([\\`*_\[\]<|])")
 
 
@@ -90,6 +91,12 @@ def clock(value_hz: float | None) -> str:
     return NONE if value_hz is None else f"{number(value_hz / GIGA)} GHz"
 
 
+def pill(status: str) -> str:
+    """A status as HTML: a sign and a word. The signs and colours are the style sheet's."""
+    name = re.sub(r"[^a-z]+", "-", status.lower().replace("n/a", "na")).strip("-")
+    return f'<span class="pill {name}">{html.escape(status)}</span>'
+
+
 class Text:
     """Markdown that a notebook shows and the book renders."""
 
@@ -102,12 +109,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, what to show of a row, whether it is a number (aligned right), and whether it goes if all are empty."""
+    """A heading, what to show of a row, whether it is a number (aligned right), whether it goes if all are empty, and
+    whether it is a status, shown as a pill."""
 
     title: str
     show: Callable[[Any], str]
     numeric: bool = False
     optional: bool = False
+    pill: bool = False
 
 
 class Table:
@@ -124,8 +133,9 @@ class Table:
             return f'<p class="subtitle">{html.escape(self.caption)}: nothing to show.</p>'
 
         def cell(tag: str, column: Column, text: str) -> str:
-            mark = ' class="num"' if column.numeric else ' class="notes"' if column.title == "notes" else ""
-            return f"<{tag}{mark}>{html.escape(text)}</{tag}>"
+            mark = ' class="num"' if column.numeric else ' class="notes"' if column.title in WIDE else ""
+            inner = pill(text) if column.pill and tag == "td" and text else html.escape(text)
+            return f"<{tag}{mark}>{inner}</{tag}>"
 
         head = "".join(cell("th", c, c.title) for c in self.columns)
         body = "".join(
@@ -146,13 +156,19 @@ class Table:
         return "\n".join([f"**{self.caption}**", "", head, rule, *map(line, self.cells)])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        columns = list(dict.fromkeys(key for row in self.raw for key in row))
+        columns, *body = rows(self)
         return {
             "text/html": self.to_html(),
             "text/markdown": self.to_markdown(),
             "text/plain": self.caption,
-            RAW: {"name": self.name, "columns": columns, "rows": [[row.get(c) for c in columns] for row in self.raw]},
+            RAW: {"name": self.name, "columns": columns, "rows": body},
         }
+
+
+def rows(table: Table) -> list[list[Any]]:
+    """A table's raw rows, headed by their names."""
+    columns = list(dict.fromkeys(key for row in table.raw for key in row))
+    return [columns, *([row.get(c) for c in columns] for row in table.raw)]
 
 
 def notes(row: Row) -> str:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,9 @@ from escher_kernels import (  # noqa: E402
 from escher_kernels.records import SCHEMA, Record, Run, Writer, write_json_atomic  # noqa: E402
 from escher_kernels.run import Settings, records_path  # noqa: E402
 from escher_kernels.timing import BUDGETS, Case, GpuTimer, Machine, Prepared, Session  # noqa: E402
+from validation import compare, derive  # noqa: E402
+from validation.tools import Place, running, rvs, transferbench  # noqa: E402
+from validation.tools.running import Log  # noqa: E402
 
 HOME = Path(__file__).with_name("sample_runs")
 SEED = 355
@@ -342,6 +346,46 @@ def paper_env() -> dict[str, Any]:
     return env | {"checks": environment.checks(env)}
 
 
+def tool_logs(directory: Path, profile_key: str) -> None:
+    """What RVS and TransferBench would print on that device: their shapes, our model's times, noise of their own."""
+    noise = random.Random(SEED + 4)
+    place = Place("rocm", profile_key, FOUND.count, {"rvs": "rvs", "TransferBench": "TransferBench"}, 36862 * 2**20)
+    gst = next(c for c in rvs.commands(place) if c.name.endswith("gst"))
+    m, n, k = 8192, 8192, 16384
+    seconds = gemm_s({"m": m, "n": n, "k": k, "layout": "NT", "op": "mm"})
+    action = re.search(r"name: (\S+)", next(iter(gst.files.values())))[1]
+    lines = [f"Action name :{action}", "Module name :gst"]
+    for device in (11843, 22907):
+        head = f"[{action}] [GPU:: {device:5d}]"
+        rates = [round(2 * m * n * k / seconds * (0.985 + 0.01 * noise.random()) / 1e9) for _ in range(5)]
+        lines += [f"{head} Start of GPU ramp up", f"{head} End of GPU ramp up", *(f"{head} GFLOPS {r}" for r in rates)]
+        lines.append(f"{head} GFLOPS {max(rates)} Target GFLOPS: 0 met: TRUE")
+    text = "".join(f"[RESULT] [{4100 + 3 * i:6d}.{100000 + i:<6d}] {line}\n" for i, line in enumerate(lines))
+    at = dict(started_utc="2026-01-01T00:12:00+00:00", imported=True)
+    running.keep(directory, text, Log("rvs", gst.name, None, gst.argv, next(iter(gst.files.values())), **at))
+    local = next(c for c in transferbench.commands(place) if c.name.endswith("local"))
+    once = COLD_BYTES_S["copy"] / 2 * (0.99 + 0.01 * noise.random()) / 1e9
+    text = (
+        f"TransferBench v1.52\nBytes Per Direction {local.argv[-1]}\n"
+        "Unidirectional copy peak bandwidth GB/s [Local read / Remote write] (GPU-Executor: GFX)\n"
+        f" SRC+EXE\\DST       GPU 00\n  GPU 00  ->  {once:10.2f}\n"
+        "                          CPU->CPU  CPU->GPU  GPU->CPU  GPU->GPU\n"
+        "Averages (During UniDir):      N/A       N/A       N/A       N/A\n"
+    )
+    running.keep(directory, text, Log("transferbench", local.name, None, local.argv, **at))
+
+
+def repeated_runs(directory: Path) -> None:
+    """variability.json of three runs, of which this is the first."""
+    found = compare.variability([derive.load(directory)])
+    data, noise = compare.summary(found), random.Random(SEED + 5)
+    data["processes"] += [{**data["processes"][0], "run_id": f"{RUN_ID[:-1]}{i}"} for i in (1, 2)]
+    for headline in data["headlines"].values():
+        headline["values"] += [short(headline["values"][0] * (0.994 + 0.012 * noise.random())) for _ in range(2)]
+        headline["within"] *= 3
+    write_json_atomic(directory / "variability.json", data)
+
+
 def generate(directory: Path) -> None:
     """Write the synthetic run. ValueError below results/, where only measured runs live."""
     directory = Path(directory).resolve()
@@ -400,6 +444,8 @@ def generate(directory: Path) -> None:
         family: {"status": "ok", "message": "", "seconds": SECONDS[family], "started_utc": STARTED[family]}
         for family in MEASURE
     })  # fmt: skip
+    tool_logs(directory, profile.key)
+    repeated_runs(directory)
 
 
 # ------------------------------------------------------------------------------------------------- the CPU's run

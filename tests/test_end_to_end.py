@@ -89,6 +89,19 @@ def test_every_family_was_measured(book):
     assert {r.error["ok"] for r in [compute.roof, *compute.rows, *bandwidth.rows]} == {True}
 
 
+def test_the_run_is_judged(book):
+    """Every artefact is there, every number plausible or flagged, and the pages say what the file says."""
+    card = records.read_json(book / "scorecard.json")
+    status = {c["sc"]: c["status"] for c in card["criteria"]}
+    assert list(status) == ["HOST CPU", *(f"SC-{n}" for n in range(13))]
+    assert status["SC-5"] == status["SC-6"] == "PASS" and card["verdict"] in ("GO", "CONDITIONAL GO")
+    assert card["exit_status"] == 0 and not [i for i in card["implausible"] if i["level"] == "INVALID"]
+    for page in ("index", "scorecard"):
+        text = visible_text((book / "site" / f"{page}.html").read_text("utf-8"))
+        assert card["verdict"] in text and all(" ".join(reason.split()) in text for reason in card["reasons"][:3]), page
+    assert card["verdict"] in (book / "scorecard.md").read_text("utf-8")
+
+
 def test_the_workload_is_explained(book):
     """Capacity, every operation, eager and compiled, and a ledger that adds up."""
     run = derive.load(book)

@@ -26,7 +26,7 @@ from escher_book.pages import environment as page_environment
 from escher_kernels import records
 from escher_kernels.records import Record
 from escher_kernels.statistics import Estimate
-from validation import derive
+from validation import artefacts, derive
 
 ROOT = Path(__file__).parents[1]
 
@@ -601,7 +601,36 @@ def test_a_page_that_cannot_be_made_fails_the_report(sample_copy, monkeypatch, c
     assert cli._build(directory, runner.Console(None)) == 1
     assert "a page could not be made from its records: compute: ValueError: broken" in capsys.readouterr().err
     monkeypatch.setattr(runner, "execute", lambda *a: runner.Outcome("ok", "", 1.0))
+    assert cli._build(directory, runner.Console(None)) == 1  # what the pages declare was not made
+    assert "SC-5 Artefacts: INCOMPLETE, missing: notebooks/00_environment.ipynb" in capsys.readouterr().err
+    monkeypatch.setattr(artefacts, "check", artefacts.required)
     assert cli._build(directory, runner.Console(None)) == 0
+    assert cli._build(directory, runner.Console(None), strict=True) == 3
+
+
+def test_the_pages_are_built_again_where_an_artefact_is_missing_after_all(sample_copy, monkeypatch):
+    directory = sample_copy("mi355x")
+    site, built = directory / "site", []
+
+    def build(folder, target):
+        for name in artefacts.required(derive.load(directory)).required:
+            path = directory / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("<html></html>" if path.suffix == ".html" else "x", "utf-8")
+        (site / "notebooks" / "02_bandwidth.html").unlink()
+        return stage.BuildResult(True, site, (), directory / "site.log", 1.0)
+
+    monkeypatch.setattr(runner, "execute", lambda *a: runner.Outcome("ok", "", 1.0))
+    monkeypatch.setattr(stage, "stage", lambda *a: built.append(a[-1]["scorecard.md"]))
+    monkeypatch.setattr(stage, "build", build)
+    monkeypatch.setattr(artefacts, "why_broken", lambda path: None)
+    made = report.make(directory, runner.Console(None))
+    assert len(built) == 2
+    assert ">GO<" in built[0] and ">CONDITIONAL GO<" in built[1]
+    assert "missing: site/notebooks/02_bandwidth.html" in unescape(built[1]).replace("\\", "")
+    assert made.card.criterion("SC-5").status == "INCOMPLETE" and made.card.exit_status == 1
+    assert json.loads((directory / "scorecard.json").read_text("utf-8"))["verdict"] == "CONDITIONAL GO"
 
 
 def test_what_was_not_recorded_is_not_called_fine():
