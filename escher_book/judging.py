@@ -13,7 +13,7 @@ from escher_book import runner, verdict
 from escher_book.runner import Console, RunError
 from escher_kernels.records import write_failed, write_json_atomic
 from escher_kernels.run import Settings
-from validation import compare, crosscheck, derive, scorecard, selftest
+from validation import compare, derive, scorecard, selftest
 from validation.derive import LoadedRun
 from validation.tools import running
 
@@ -40,19 +40,19 @@ def plateau_bytes(run: LoadedRun) -> int | None:
 
 
 def validate(run_dir: Path, imported: Sequence[str], console: Console) -> int:
-    """Run tools or import logs, judge them, and tell each row. Exit status 1 where one FAILs or is INVALID."""
+    """Run tools or import logs, judge them, and tell each row. Exit status 1 where SC-9 is FAIL."""
     run = derive.load(run_dir, lenient=True)
     if imported:
         running.import_files(run_dir, [Path(p) for p in imported], console)
     else:
         _same_machine(run)
         run_tools(run_dir, console)
-    checks = reports.write_judgement(run, scorecard.judge(run))
-    for c in checks:
+    card = scorecard.judge(run)
+    for c in reports.write_judgement(run, card):
         print(f"{c.status:12} {c.tool}: {c.name}: {c.reason}")
-    if not checks:
-        print("no outside tool fits this machine")
-    return 1 if any(c.status in (crosscheck.FAIL, crosscheck.INVALID) for c in checks) else 0
+    outcome = card.criterion("SC-9")
+    console(f"{outcome.sc} {outcome.status}: {outcome.reason}")
+    return 1 if outcome.status in (scorecard.FAIL, scorecard.INVALID) else 0
 
 
 def _same_machine(run: LoadedRun) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from escher_book import vega
 from escher_kernels import run
-from escher_kernels.records import write_json_atomic
+from escher_kernels.records import RecordError, write_json_atomic
 from validation import derive
 
 EXPECT = "ESCHER_EXPECT"  # set by the runner: the interpreter and torch version that the kernel must have
@@ -69,4 +69,7 @@ def collect(
         run.measure_family(family, Path(run_dir), chosen, profile)
         if interactive:
             write_json_atomic(Path(run_dir) / "status.json", {family: {"status": "ok", "message": ""}})
-    return derive.load(Path(run_dir))
+    found = derive.load(Path(run_dir), lenient=True)  # another family's file may be damaged
+    if family in found.unreadable:
+        raise RecordError(found.unreadable[family])
+    return found

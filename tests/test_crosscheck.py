@@ -132,13 +132,17 @@ def test_a_gemm_is_held_against_the_row_that_did_the_same(check):
         ({"layout": "TN"}, "the layout of that GEMM is TN, ours is NT"),
         ({"layout": None}, "the layout of that GEMM is not told"),
         ({"data": "integers"}, "its data are integers, ours are N(0,1)"),
-        ({"data": "integers"}, "its data are integers, ours are N(0,1)"),
         ({"data": None}, "its data are not told, ours are N(0,1)"),
     ],
 )
 def test_another_gemm_is_skipped_and_the_difference_named(check, params, words):
     c = one(check(gemm([8.0]), flops(**params)))
     assert (c.status, c.ratio, c.ours) == ("SKIP", None, None) and words in c.reason and c.theirs.median == 1000
+
+
+@pytest.mark.parametrize("data", ["random", "trig"])
+def test_data_that_use_every_bit_are_like_ours(check, data):
+    assert one(check(gemm([8.0]), flops("1024", data=data))).status == "PASS"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +311,8 @@ def test_a_log_of_another_kind_of_device_is_not_compared(check, found, tool, fit
         (8 * GIB, 3 * GIB, "copy.4294967296"),  # within 2x; its two streams are more than 4 x 3 GiB
         (150 * MIB, 80 * MIB, "its buffers of 150 MiB may stay in the caches (80 MiB)"),
         (64 * MIB, 256 * MIB, "its buffers of 64 MiB may stay in the caches (256 MiB)"),
+        (600 * MIB - 4096, 300 * MIB, "copy.1073741824"),  # rounded down from twice the caches
+        (590 * MIB, 300 * MIB, "its buffers of 590 MiB may stay in the caches (300 MiB)"),
     ],
 )
 def test_sizes_are_alike_within_2x_or_where_both_outgrow_the_caches(check, size, llc, case):
@@ -511,7 +517,7 @@ def test_of_the_drivers_long_ids_the_first_of_a_log_is_ours(check):
     assert sorted(re.search(r"device \d+", c.name)[0] for c in found if c.matched) == ["device 11843", "device 22907"]
 
 
-def test_skips_are_gathered_by_reason_log_and_tool(check):
+def test_skips_are_gathered_by_reason_and_log(check):
     pairs = [rate("device_to_device", src=f"GPU {a}", dst=f"GPU {b}") for a in range(4) for b in range(4) if a != b]
     dots = [rate("dot", case=f"dot{i}") for i in range(2)]
     alone = rate("copy", counted="payload", direction="both")
@@ -549,9 +555,9 @@ def around(*names):
 
 
 def test_what_stood_around_is_taken_before_the_runs_own_rows_and_each_once(check):
-    ours = {f"ours-{i}": moved("copy", GIB, 100 * i, 100 * i + 10) for i in (1, 2, 3, 4)}
+    ours = {f"ours-{i}": moved("copy", GIB, 500 - 100 * i, 510 - 100 * i) for i in (1, 2, 3, 4)}
     copy = [rate("copy", "250", counted="read+write")]
-    logs = [(around(f"ours-{i}", f"ours-{i + 1}"), copy, {}) for i in (1, 2, 3)]
+    logs = [({**around(f"ours-{i}", f"ours-{i + 1}"), "round": i - 1}, copy, {}) for i in (1, 2, 3)]
     c = one(check(ROWS, *logs, ours=ours))
     every = sorted([100, 110, 200, 210, 300, 310, 400, 410])
     assert c.ours.blocks == 8 and c.ours.median == statistics.median(every)
@@ -564,6 +570,26 @@ def test_what_stood_around_is_taken_before_the_runs_own_rows_and_each_once(check
     intervals = [rate("copy", t, "interval", counted="read+write") for t in ("240", "250", "260")]
     c = one(check(ROWS, (around("ours-1", "ours-2"), intervals, {}), ours=ours))
     assert c.ours.blocks == 4 and c.theirs.blocks == 3
+
+
+def test_interleaved_rounds_are_judged_by_the_ratio_of_each(check):
+    """The machine slows down by half from round to round: ours and theirs alike, so each pair agrees."""
+    ours = {f"ours-{i}": moved("copy", GIB, speed) for i, speed in enumerate((400, 200, 100, 50), start=1)}
+    logs = [
+        ({**around(f"ours-{i}", f"ours-{i + 1}"), "round": i - 1}, [rate("copy", theirs, counted="read+write")], {})
+        for i, theirs in ((1, "300"), (2, "150"), (3, "75"))
+    ]
+    c = one(check(ROWS, *logs, ours=ours))
+    assert ends(c.ratio) == (1, 1, 1) and c.ratio.blocks == 3 and c.status == "PASS"
+    assert ends(c.theirs) == (75, 150, 300)
+    assert one(check(ROWS, logs[1], ours=ours)).ratio.blocks == 1  # one round is no interleaving
+
+
+def test_a_later_validation_takes_the_place_of_an_earlier_one(check):
+    old = ({"name": "copy", "imported": False}, [rate("copy", "4000", counted="read+write")], {})
+    new = ({"name": "copy", "imported": False}, [rate("copy", "1000", counted="read+write")], {})
+    assert one(check(ROWS, old)).status == "FAIL"
+    assert one(check(ROWS, old, new)).status == "PASS"
 
 
 def test_where_the_row_was_not_measured_around_the_runs_own_is_taken_and_said(check):
@@ -592,6 +618,8 @@ def test_a_flagged_reading_is_never_compared_and_other_flags_are_no_verdict(chec
     assert matched.status == "PASS" and (gathered.status, gathered.reason) == ("INVALID", "zero")
     assert gathered.name == "3 readings, as c0, copy, mean"
     assert one(check(ROWS, [rate("copy", counted="read+write", flags=["FAIL"])])).reason == "flagged"
+    rounds = [({"name": "a", "imported": False, "round": i}, [bad[0]], {}) for i in range(3)]
+    assert one(check(ROWS, *rounds)).name.startswith("3 readings")
 
 
 @pytest.mark.parametrize("status", ["INCOMPLETE", "UNSUPPORTED", "UNPARSED"])

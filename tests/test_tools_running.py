@@ -226,12 +226,27 @@ def test_what_a_tool_prints_is_kept_with_how_it_ended(script):
 def test_a_tool_finds_its_files_its_folder_and_a_plain_locale(script, monkeypatch):
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     monkeypatch.setenv("KEPT", "kept")
-    path = script('echo "$LC_ALL $KEPT"; echo "$1 $CONF"; pwd; cat "$1"; cat; ls')
+    path = script('echo "$LC_ALL $KEPT"; echo "$1 $CONF"; pwd; cat "$1"; ls')
     text, log = execute(path, "{dir}/a.yaml", env={"CONF": "{dir}/a.yaml"}, files={"a.yaml": "actions: 1\n"})
     assert text.splitlines() == ["C kept", "{dir}/a.yaml {dir}/a.yaml", "{dir}", "actions: 1", "a.yaml"]
     assert log.argv == (path, "{dir}/a.yaml") and log.config == "actions: 1\n"
     text, _ = execute(script('echo "$LC_ALL"'), env={"LC_ALL": "POSIX"})
     assert text == "POSIX\n"
+
+
+def test_a_tool_is_not_asked_to_wait_for_the_keyboard(script):
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"typed\n")
+    os.close(write_end)
+    keyboard = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        text, _ = execute(script('if read -r line; then echo "$line"; else echo nothing; fi'))
+    finally:
+        os.dup2(keyboard, 0)
+        os.close(keyboard)
+        os.close(read_end)
+    assert text == "nothing\n"
 
 
 @pytest.mark.parametrize(
@@ -331,12 +346,14 @@ def fake_module(commands, name: str = "fake-tool") -> SimpleNamespace:
 
 @pytest.fixture
 def only(monkeypatch):
-    """`only(fake=module, ...)`: there are no other tools, and they fit every machine."""
+    """`only(fake=module, ...)`: there are no other tools, and those of other names than the real ones fit every machine."""
+    fits = running.fits
 
     def use(**modules: SimpleNamespace) -> None:
+        real = tools.MODULES
         monkeypatch.setattr(tools, "MODULES", tuple(modules))
         monkeypatch.setattr(tools, "module", modules.__getitem__)
-        monkeypatch.setattr(running, "fits", lambda name, kind: True)
+        monkeypatch.setattr(running, "fits", lambda name, kind: name not in real or fits(name, kind))
 
     return use
 
@@ -412,10 +429,12 @@ def test_where_nothing_runs_ours_is_not_measured(in_dir, only, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(running, "ROCM_BIN", "/nowhere")
     monkeypatch.setattr(running, "_measure_ours", lambda *_: pytest.fail("nothing to compare it with"))
-    only(fake=fake_module(None))
+    only(fake=fake_module(None), rvs=fake_module(None), host_stream=fake_module(None, "stream"))
     run = in_dir()
     running.run_tools(run, None, silent)
-    assert [log.skipped for log in running.logs(run.directory)] == ["fake-tool or other-name is not installed"]
+    assert {log.tool: log.skipped for log in running.logs(run.directory)} == {
+        "fake": "fake-tool or other-name is not installed", "host_stream": "stream or other-name is not installed",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -515,9 +534,9 @@ def test_numbers_go_on_and_nothing_is_replaced(tmp_path):
     (home / "ours-30").mkdir()
     names = [running.keep(tmp_path, "row", Log("fake", "a", None)).log for _ in range(2)]
     assert names == ["08_a.log", "09_a.log"] and (home / "07_orphan.log").read_text() == "kept"
-    (home / "99_b.log").touch()
-    order = [running.keep(tmp_path, "row", Log("fake", n, None)).log for n in ("z", "c")]
-    assert order == ["100_z.log", "101_c.log"]
+    (home / "98_b.log").touch()
+    order = [running.keep(tmp_path, "row", Log("fake", n, None)).log for n in ("z", "c", "a")]
+    assert order == ["99_z.log", "100_c.log", "101_a.log"]
     assert [log.log for log in running.logs(tmp_path)] == [*names, *order]
 
 
@@ -591,10 +610,15 @@ def test_imports_are_recognised_redacted_and_named_after_their_files(tmp_path):
 
 
 def test_the_same_log_is_kept_once(tmp_path):
-    source, told = fixture("transferbench/p2p_uni.csv"), []
-    running.import_files(tmp_path, [source], silent)
+    source, told = tmp_path / "p2p.log", []
+    source.write_text("HF_TOKEN=hush\n" + fixture("transferbench/p2p_uni.csv").read_text())
     running.import_files(tmp_path, [source, source], told.append)
-    assert len(running.logs(tmp_path)) == 1 and all("is there already (01_p2p_uni.log)" in line for line in told)
+    assert told == ["p2p.log: transferbench", "p2p.log: the same log is there already (01_p2p.log)"]
+    running.import_files(tmp_path, [source], told.append)
+    assert told[2] == told[1] and len(running.logs(tmp_path)) == 1
+    source.write_text(source.read_text() + "\n")
+    running.import_files(tmp_path, [source], silent)
+    assert [log.log for log in running.logs(tmp_path)] == ["01_p2p.log", "02_p2p.log"]
 
 
 @pytest.mark.parametrize("bad", ["missing", "folder", "large"])
@@ -634,6 +658,7 @@ def test_what_a_kept_log_says(tmp_path, only, text, fields, status, words):
     kept = running.keep(tmp_path, text, Log("fake", "a", None, **fields))
     found = running.parsed(tmp_path, kept)
     assert found.status == status and all(word in found.reason for word in words) and "\n" not in found.reason
+    assert (status is None) == (found.reason == "")
     assert found.tool == ("unknown" if fields.get("imported") else "fake")
     assert len(found.records) == (text == ROW)
 

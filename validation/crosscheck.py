@@ -64,9 +64,11 @@ def checks(run: LoadedRun) -> list[Check]:
     for log in every:
         if log.log is None and log.name == log.tool and log.tool in ran:
             continue  # it was missing at one time, and ran at another
-        key = (log.tool, log.name, log.imported)
-        # rounds of one command are one measurement; two imports are two
-        by_name.setdefault(key if not log.imported else (log.tool, log.log or "", True), []).append(log)
+        # rounds of one command are one measurement, of which a later one takes the place; two imports are two
+        key = (log.tool, (log.log or "") if log.imported else log.name, log.imported)
+        if log.round == 0:
+            by_name[key] = []
+        by_name.setdefault(key, []).append(log)
     return [check for group in by_name.values() for check in _of_logs(run, group)]
 
 
@@ -112,7 +114,7 @@ def _gathered(found: Iterable[Check]) -> list[Check]:
     """Readings that say the same are one line: a matrix of a node holds hundreds."""
     alike: dict[tuple, list[Check]] = {}
     for c in found:
-        alike.setdefault((c.tool, c.log, c.status, c.reason), []).append(c)
+        alike.setdefault((c.status, c.reason), []).append(c)
     return [
         group[0] if len(group) == 1 else replace(group[0], name=f"{len(group)} readings, as {group[0].name}", theirs=None)
         for group in alike.values()
@@ -120,14 +122,14 @@ def _gathered(found: Iterable[Check]) -> list[Check]:
 
 
 def _first_devices(readings: dict[tuple, list]) -> set[tuple]:
-    """The readings of the device that ours is: number 0, or of the driver's long ids the first of a log."""
+    """The readings of the device that ours is: number 0, or of the driver's long ids the first of a case."""
     first: dict[tuple, str] = {}
     out = set()
     for key, found in readings.items():
-        log, _, r = found[0]
+        r = found[0][2]
         device = str(r.params.get("device", "0"))
         counted = device.isdigit() and len(device) < 3
-        if device == ("0" if counted else first.setdefault((log.log, r.family, r.case), device)):
+        if device == ("0" if counted else first.setdefault((r.family, r.case), device)):
             out.add(key)
     return out
 
@@ -191,7 +193,7 @@ def _compare(run: LoadedRun, found: Sequence[tuple[Log, tools.Parsed, Record]], 
     if not matching:
         return Check(status=SKIP, reason=f"nothing of ours is like it: {lacks}", **base)
     ours = _in_statistic(matching, statistic)
-    ratio = derive.quotient(ours, theirs)
+    ratio = (between and _paired(run, found, scale, wrong)) or derive.quotient(ours, theirs)
     limit = run.config.threshold(LIMITS[r.family], run.kind)
     status, reason = judge(ours, theirs, ratio, limit, run.kind)
     if not between and not log.imported:
@@ -199,6 +201,23 @@ def _compare(run: LoadedRun, found: Sequence[tuple[Log, tools.Parsed, Record]], 
     return Check(
         status=status, reason=reason, ours=ours, ours_case=matching[0].case, ratio=ratio, limit_pct=limit, **base
     )
+
+
+def _paired(run: LoadedRun, found: Sequence[tuple[Log, tools.Parsed, Record]], scale: float, wrong: set) -> Estimate | None:
+    """Ours over theirs from interleaved rounds: a round's is ours from just before and just after over theirs, and the
+    estimate is that of the rounds. None where there is one round, or where one lacks ours."""
+    rounds: dict[str | None, list[tuple[Log, Record]]] = {}
+    for log, _, r in found:
+        rounds.setdefault(log.log, []).append((log, r))
+    ratios = []
+    for taken in rounds.values():
+        (log, r), *_ = taken
+        ours = _matching(r, _around(run, r.family, [log]), wrong, run)[0]
+        if not ours:
+            return None
+        theirs = estimate([tools.base_value(x) * scale] for _, x in taken).median
+        ratios.append([_in_statistic(ours, r.params["statistic"]).median / theirs])
+    return estimate(ratios) if len(ratios) > 1 else None
 
 
 def _base_unit(r: Record) -> str:

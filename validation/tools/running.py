@@ -280,7 +280,7 @@ def keep(run_dir: Path, text: str | None, log: Log) -> Log:
     """Write a log and its description under the next free number. An existing one is never replaced."""
     home = folder(run_dir)
     stem = f"{1 + max((_number(p.name) for p in home.glob('*')), default=0):02d}_{log.name}"
-    if text is not None and log.skipped is None:
+    if text is not None:
         write_text_atomic(home / f"{stem}.log", tools.redact(text))
         log = replace(log, log=f"{stem}.log")
     write_json_atomic(home / f"{stem}.json", asdict(log))
@@ -332,6 +332,6 @@ def _own_cases(run: LoadedRun, family: str, patterns: Sequence[str]) -> list[str
     def wanted(r: Any) -> bool:
         head = any(r.case == p or (p.endswith("*") and r.case.startswith(p[:-1])) for p in patterns)
         aside = r.params.get("op") == "copy" and r.role == "case" and not r.params.get("plateau")
-        return head and r.samples_s and not aside and r.role in ("case", "pair")
+        return head and r.samples_s and not aside
 
     return list(dict.fromkeys(r.case for r in run.records(family) if wanted(r)))
