@@ -47,7 +47,7 @@ validate:  ## hold RUN against the outside tools that are installed, or against 
 	@$(IN_ENV) escher validate$(RUN_OR_NEWEST)$(call flag,IMPORT,import)
 
 compare:  ## hold RUN against BASE, or against the baseline
-	@$(IN_ENV) escher compare$(if $(BASE), $(call quote,$(BASE)))$(RUN_OR_NEWEST)$(call on,ACROSS,across)$(call on,STRICT,strict)
+	@$(IN_ENV) escher compare$(RUN_OR_NEWEST)$(call flag,BASE,base)$(call on,ACROSS,across)$(call on,STRICT,strict)
 
 baseline:  ## keep RUN as what later runs are compared with
 	@$(IN_ENV) escher baseline set$(RUN_OR_NEWEST)

@@ -1,7 +1,8 @@
 """The command line. One line for an error, and an exit status that means something.
 
-0: done, and the verdict is GO or CONDITIONAL GO. 1: NO-GO, a family failed, timed out or died, the book was not built, or
-a comparison found a regression. 2: wrong usage or environment. 3: with --strict, anything short of GO. 130: Ctrl-C.
+0: done, and the verdict is GO or CONDITIONAL GO. 1: NO-GO, a family failed, timed out or died, the book was not built; of
+compare, validate, variability and selftest that what they look for was found. 2: wrong usage or environment. 3: with
+--strict, anything short of GO. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -126,7 +127,13 @@ def book(strict: bool, validate: bool, **options: Any) -> int:
     """Measure, judge, then build the book: results/<run>/site/index.html."""
     run_dir, status, console = _measure(**options)
     if validate:
-        judging.run_tools(run_dir, console)
+        try:
+            judging.run_tools(run_dir, console)
+        except KeyboardInterrupt:
+            console(f"interrupted; what was measured is kept: make report RUN={run_dir}")
+            raise click.exceptions.Exit(130) from None
+        except (*EXPECTED, OSError) as exc:  # the book must not be lost over it
+            console(f"error: the outside tools could not be run: {exc}")
     whole = {family: s["status"] == "ok" for family, s in status.items()}
     built = _build(run_dir, console, whole, strict)
     return built or (0 if all(whole.values()) else 1)
@@ -148,8 +155,11 @@ def report(run_dir: str | None, results_dir: str | None, strict: bool) -> int:
 def score(run_dir: str | None, results_dir: str | None, strict: bool) -> int:
     """Judge RUN (default: the newest): scorecard.json and .md, the verdict on the console."""
     run = derive.load(_chosen(run_dir, results_dir), lenient=True)
-    card = scorecard.judge(run)
-    reports.write_judgement(run, card)
+    try:
+        card, _ = reports.judge_and_write(run)
+    except RecordError:
+        _tell(scorecard.judge(run), print, strict)  # a run that cannot be written to is judged all the same
+        raise
     return _tell(card, print, strict)
 
 
@@ -166,16 +176,18 @@ def validate(run_dir: str | None, results_dir: str | None, imported: tuple[str, 
 
 @cli.command(name="compare")
 @click.argument("paths", metavar="[BASE] [RUN]", nargs=-1)
+@click.option("--base", default=None, metavar="BASE", help="BASE, where RUN is left out")
 @click.option("--across", is_flag=True, help="show unlike runs side by side, without a verdict")
 @RESULTS
 @STRICT
-def compare_(paths: tuple[str, ...], across: bool, results_dir: str | None, strict: bool) -> int:
+def compare_(paths: tuple[str, ...], base: str | None, across: bool, results_dir: str | None, strict: bool) -> int:
     """Hold RUN (default: the newest) against BASE (default: the baseline). Each is a run, or a folder of like runs."""
-    if len(paths) > 2:
+    if len(paths) + bool(base) > 2:
         raise click.UsageError("give BASE and RUN; several runs of a side lie in one folder")
-    root = runner.results_root(results_dir)
-    *base, run_dir = [Path(p).absolute() for p in paths] or [runner.newest(root)]
-    return judging.compare_runs(base[0] if base else None, run_dir, across, strict, root)
+    *first, run_dir = [Path(p).absolute() for p in paths] or [runner.newest(runner.results_root(results_dir))]
+    held = Path(base).absolute() if base else first[0] if first else None
+    root = runner.results_root(results_dir) if results_dir else None
+    return judging.compare_runs(held, run_dir, across, strict, root)
 
 
 @cli.group()
@@ -188,8 +200,8 @@ def baseline() -> None:
 @RESULTS
 def baseline_set(paths: tuple[str, ...], results_dir: str | None) -> int:
     """Keep RUN... (default: the newest; three or more for a verdict) as the baseline of their device and workload."""
-    root = runner.results_root(results_dir)
-    chosen = [Path(p).absolute() for p in paths] or [runner.newest(root)]
+    chosen = [Path(p).absolute() for p in paths] or [runner.newest(runner.results_root(results_dir))]
+    root = runner.results_root(results_dir) if results_dir else None
     return judging.set_baseline(chosen, root, runner.Console(None))
 
 
@@ -197,8 +209,9 @@ def baseline_set(paths: tuple[str, ...], results_dir: str | None) -> int:
 @click.argument("paths", metavar="[RUN]...", nargs=-1)
 @click.option("--runs", type=click.IntRange(min=2), default=None, help="make that many runs first")
 @_options
-def variability(paths: tuple[str, ...], runs: int | None, **options: Any) -> int:
-    """How far fresh-process runs differ: of RUN..., or of --runs N new ones. SC-8 reads it from each run."""
+@click.option("--keep", is_flag=True, help="keep it in each RUN, where SC-8 reads it")
+def variability(paths: tuple[str, ...], runs: int | None, keep: bool, **options: Any) -> int:
+    """How far fresh-process runs differ: of RUN..., or of --runs N new ones, which keep it for SC-8 (as --keep does)."""
     if bool(paths) == bool(runs):
         raise click.UsageError("give runs that are there, or --runs N to make some")
     chosen = [Path(p).absolute() for p in paths]
@@ -209,7 +222,8 @@ def variability(paths: tuple[str, ...], runs: int | None, **options: Any) -> int
             console(f"error: run {number + 1}: {', '.join(failed)} did not finish")
             return 1
         chosen.append(run_dir)
-    return judging.tell_variability([r for p in chosen for r in judging.runs_at(p)], runner.Console(None))
+    found = [r for p in chosen for r in judging.runs_at(p)]
+    return judging.tell_variability(found, keep or bool(runs), runner.Console(None))
 
 
 @cli.command()

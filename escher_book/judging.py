@@ -47,8 +47,8 @@ def validate(run_dir: Path, imported: Sequence[str], console: Console) -> int:
     else:
         _same_machine(run)
         run_tools(run_dir, console)
-    card = scorecard.judge(run)
-    for c in reports.write_judgement(run, card):
+    card, checks = reports.judge_and_write(run)
+    for c in checks:
         print(f"{c.status:12} {c.tool}: {c.name}: {c.reason}")
     outcome = card.criterion("SC-9")
     console(f"{outcome.sc} {outcome.status}: {outcome.reason}")
@@ -80,11 +80,11 @@ def runs_at(path: Path) -> list[LoadedRun]:
     return [derive.load(p) for p in found]
 
 
-def set_baseline(paths: Sequence[Path], root: Path, console: Console) -> int:
-    """Keep the raw part of some like runs as the baseline of their device and workload, in place of the one before."""
+def set_baseline(paths: Sequence[Path], root: Path | None, console: Console) -> int:
+    """Keep the raw part of some like runs as the baseline of their kind, in place of the one before, which is named."""
     runs = [r for path in paths for r in runs_at(path)]
     compare.variability(runs)  # a set of unlike runs is none
-    target = reports.baseline_of(runs[0], root)
+    target = reports.baseline_folders(runs[0], root)[-1]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
@@ -98,8 +98,12 @@ def set_baseline(paths: Sequence[Path], root: Path, console: Console) -> int:
                         (work / run.info["run_id"]).mkdir(exist_ok=True)
                         shutil.copyfile(source, work / run.info["run_id"] / name)
             os.chmod(work, 0o755)
-            shutil.rmtree(target, ignore_errors=True)
+            aside = work.with_name(f"{work.name}.before")  # the old one goes once the new one stands
+            if target.is_dir():
+                console(f"in place of: {', '.join(sorted(p.name for p in target.iterdir()))}")
+                os.rename(target, aside)
             os.rename(work, target)
+            shutil.rmtree(aside, ignore_errors=True)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     except OSError as exc:
@@ -108,32 +112,42 @@ def set_baseline(paths: Sequence[Path], root: Path, console: Console) -> int:
     return 0
 
 
-def compare_runs(base: Path | None, run: Path, across: bool, strict: bool, root: Path) -> int:
-    """Print what changed. Exit status 1 for a regression, with `strict` 3 where one is indicative or a row ambiguous."""
+def compare_runs(base: Path | None, run: Path, across: bool, strict: bool, root: Path | None) -> int:
+    """Print what changed. Exit status 1 for a regression or a judged headline that was lost; with `strict` 3 where
+    something is indicative, ambiguous or not decided."""
     runs = runs_at(run)
     if base is None:
-        base = reports.baseline_of(runs[0], root)
-        if not base.is_dir():
-            raise RunError(f"no baseline for this device and workload ({base}); set one: escher baseline set RUN")
-    found = compare.compare(runs_at(base), runs, across)
+        folders = reports.baseline_folders(runs[0], root)
+        base = next((f for f in folders if f.is_dir()), None)
+        if base is None:
+            raise RunError(f"no baseline for this device and workload ({folders[-1]}); set one: escher baseline set RUN")
+    others = runs_at(base)
+    twice = {r.info["run_id"] for r in others} & {r.info["run_id"] for r in runs}
+    if twice:
+        raise RunError(f"{sorted(twice)[0]} stands on both sides: give another run")
+    found = compare.compare(others, runs, across)
     print(verdict.comparison_text(found))
-    worse = compare.regressions(found)
-    if any(not r.indicative for r in worse):
+    if across:
+        return 0
+    worse, undecided = compare.regressions(found), verdict.undecided(found)
+    if any(not r.indicative for r in worse) or any(lost for _, lost in undecided):
         return 1
-    return scorecard.EXIT_STRICT if strict and (worse or found.called(compare.AMBIGUOUS)) else 0
+    return scorecard.EXIT_STRICT if strict and (worse or undecided or found.called(compare.AMBIGUOUS)) else 0
 
 
-def tell_variability(runs: Sequence[LoadedRun], console: Console) -> int:
-    """Print how far like runs differ, and keep it in each of them, where SC-8 reads it."""
+def tell_variability(runs: Sequence[LoadedRun], keep: bool, console: Console) -> int:
+    """Print how far like runs differ, and with `keep` keep it in each of them, where SC-8 reads it. Exit status 1 where
+    SC-8 is FAIL with it."""
     found = compare.variability(runs)
     print(verdict.variability_table(found).to_markdown())
-    for run in runs:
-        write_json_atomic(run.directory / scorecard.VARIABILITY, compare.summary(found))
-        reports.write_judgement(run, scorecard.judge(run))
-    card = scorecard.judge(runs[-1])
-    sc8 = card.criterion("SC-8")
-    console(f"{sc8.sc} {sc8.status}: {sc8.reason}; kept in {scorecard.VARIABILITY} of each run")
-    return 1 if sc8.status == scorecard.FAIL else 0
+    outcome = scorecard.judge_variability(runs[-1], found)
+    console(f"{outcome.sc} {outcome.status}: {outcome.reason}")
+    if keep:
+        for run in runs:
+            write_json_atomic(run.directory / scorecard.VARIABILITY, compare.summary(found))
+            reports.judge_and_write(run)
+        console(f"kept in {scorecard.VARIABILITY} of each run")
+    return 1 if outcome.status == scorecard.FAIL else 0
 
 
 def self_test() -> int:

@@ -6,9 +6,11 @@ Nothing here measures, and nothing needs torch: a run can be copied to another m
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import importlib
 import io
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any
 from escher_book import findings, runner, stage, tables, vega, verdict
 from escher_book.pages import environment
 from escher_book.runner import Console, Outcome, RunError
-from escher_kernels.records import read_json, write_bytes_atomic, write_json_atomic, write_text_atomic
+from escher_kernels.records import RecordError, read_json, write_bytes_atomic, write_json_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
 from validation import artefacts, compare, crosscheck, derive, scorecard
 from validation import config as configuration
@@ -112,30 +114,45 @@ def write_judgement(run: LoadedRun, card: Scorecard) -> list[crosscheck.Check]:
 
 
 def against_baseline(run: LoadedRun) -> compare.Comparison | str:
-    """This run against the baseline of its device and workload; why not, as a sentence."""
-    folder = baseline_of(run)
-    runs = [derive.load(path.parent) for path in sorted(folder.glob("*/run.json"))]
-    if not runs:
-        return "No baseline is set for this device and workload; escher baseline set RUN... keeps runs as one."
-    if run.info["run_id"] in [r.info["run_id"] for r in runs]:
-        return "This run is part of the baseline."
+    """This run against the baseline of its kind; why not, as a sentence."""
     try:
+        folder = next((f for f in baseline_folders(run) if f.is_dir()), None)
+        runs = [derive.load(path.parent) for path in sorted(folder.glob("*/run.json"))] if folder else []
+        if not runs:
+            return "No baseline is set for this device and workload; escher baseline set RUN... keeps runs as one."
+        if run.info["run_id"] in [r.info["run_id"] for r in runs]:
+            return "This run is part of the baseline."
         return compare.compare(runs, [run])
-    except compare.CompareError as exc:
+    except (RecordError, compare.CompareError) as exc:
         return f"Not compared: {exc}."
 
 
-def baseline_of(run: LoadedRun, root: Path | None = None) -> Path:
-    """Where the baseline of a run's device and workload lies, set or not."""
+def baseline_folders(run: LoadedRun, root: Path | None = None) -> list[Path]:
+    """Where the baseline of a run's kind may lie: below `root`, else beside the run or in the results directory. A kind
+    is all that two runs must have in common, so no machine takes the place of another."""
     profile = run.selection.found_profile
-    name = f"{run.info['workload'].get('name', 'unknown')}-{profile.key if profile else 'unknown'}"
-    return (root or run.directory.parent) / BASELINES / name
+    kind = hashlib.sha256(json.dumps(compare.identity(run), sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{run.info['workload'].get('name', 'unknown')}-{profile.key if profile else 'unknown'}-{kind}"
+    roots = [root] if root else [run.directory.parent, runner.results_root(None)]
+    return [r / BASELINES / name for r in dict.fromkeys(roots)]
 
 
 def spread(run: LoadedRun) -> compare.Variability | None:
-    """The variability that was kept in the run, if any."""
+    """The variability that was kept in the run, if any that can be used."""
     path = run.directory / scorecard.VARIABILITY
-    return compare.read_summary(read_json(path), str(path)) if path.is_file() else None
+    try:
+        return compare.read_summary(read_json(path), str(path)) if path.is_file() else None
+    except (RecordError, compare.CompareError):
+        return None  # SC-8 says why
+
+
+def judge_and_write(run: LoadedRun) -> tuple[Scorecard, list[crosscheck.Check]]:
+    """Judge, write the judgement, and judge the artefacts of which it is a part once more."""
+    card = scorecard.judge(run)
+    checks = write_judgement(run, card)
+    if (again := scorecard.judge(run)) != card:
+        card, checks = again, write_judgement(run, again)
+    return card, checks
 
 
 def judged_tables(card: Scorecard, checks: list[crosscheck.Check]) -> list[tables.Table]:

@@ -301,6 +301,19 @@ def regression_sentences(found: Comparison) -> list[str]:
     return out
 
 
+def undecided(found: Comparison) -> list[tuple[str, bool]]:
+    """The headlines that a regression is judged by and that have no verdict or an ambiguous one, each with whether this
+    run lost it."""
+    out = []
+    for key in compare.JUDGED:
+        row = found.headline(key)
+        if row is None or row.verdict in (compare.FASTER, compare.SAME, compare.SLOWER):
+            continue
+        lost = bool(row.base_count and not row.run_count)
+        out.append((f"{row.label}: {row.verdict or row.reason or 'no verdict'}", lost))
+    return out
+
+
 def comparison_sentence(found: Comparison) -> str:
     names = f"{_names(found.base)} against {_names(found.run)}"
     if found.across:
@@ -308,8 +321,9 @@ def comparison_sentence(found: Comparison) -> str:
         return f"Side by side, without a verdict: {names}." + (f" Unlike: {unlike}." if unlike else "")
     worse = regression_sentences(found)
     counts = ", ".join(f"{len(found.called(v))} {v}" for v in (compare.FASTER, compare.SAME, compare.SLOWER, compare.AMBIGUOUS))
-    head = "; ".join(worse)
-    head = head[:1].upper() + head[1:] if worse else "No regression"
+    open_ = [text for text, _ in undecided(found)]
+    head = "; ".join([*worse, *([f"not decided: {', '.join(open_)}"] if open_ else [])])
+    head = head[:1].upper() + head[1:] if head else "No regression"
     return f"{head}. Baseline {names}: {counts}."
 
 
@@ -403,5 +417,6 @@ HOW_TO_COMPARE = """\
 A row is faster or slower where the whole interval of its ratio lies beyond the limit and beyond the noise of both sides
 against themselves. With three or more fresh-process runs a side that is a 95 % Welch interval of the mean log ratio;
 with fewer it is the quotient of two runs' intervals and says INDICATIVE, because blocks of one process know nothing of
-the next. Runs of another device, target, workload, partition, power cap or method are refused by name.
+the next. Runs of another device, target, workload, partition or method, or of another power cap where both know it, are
+refused by name. *Not decided* is said of a roof or of compiled MFU that has no verdict: it is no good news.
 """

@@ -137,6 +137,8 @@ def _record(data: dict[str, Any]) -> Record:
             raise ValueError(f"field {name!r} is missing or no text")
     if data.get("role", "case") not in ROLES:
         raise ValueError(f"role is {data['role']!r}, expected one of {', '.join(ROLES)}")
+    if isinstance(data.get("error"), dict) and not isinstance(data["error"].get("ok"), bool):
+        raise ValueError("error does not tell whether the result is ok")
     for name, (good, what) in _FIELD_TYPES.items():
         if name in data and data[name] is not None and not good(data[name]):
             raise ValueError(f"{name} is no {what}")

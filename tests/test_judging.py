@@ -105,9 +105,6 @@ def test_strict_turns_an_open_criterion_into_3(sample_copy, escher):
         (lambda d: (d / "run.json").unlink(), ["no run (run.json is missing)"]),
         (lambda d: (d / "run.json").write_bytes(b"\xff\xfe{"), ["run.json", "no valid JSON"]),
         (lambda d: edit_json(d / "run.json", lambda x: x.pop("workload")), ["run.json", "workload is missing"]),
-        (lambda d: (d / "variability.json").write_text("[]"), ["variability.json", "the top level"]),
-        (lambda d: (d / "raw" / "tools" / "01_rvs-gst.json").write_text("{}"), ["01_rvs-gst.json", "no tool's log"]),
-        (lambda d: (d / "artefacts.json").write_text("3"), ["artefacts.json", "no list of artefacts"]),
         (lambda d: (d / "scorecard.json").mkdir(), ["scorecard.json"]),
     ],
 )
@@ -150,6 +147,45 @@ def test_a_family_that_cannot_be_read_is_told_and_the_rest_judged(sample_copy, e
     assert words in report.pages(run, {})["05_e2e"].reason
     with pytest.raises(records.RecordError):
         derive.load(run_dir)  # a comparison takes nothing by halves
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sc", "words"),
+    [
+        ("variability.json", "[]", "SC-8", "the top level"),
+        ("raw/tools/01_rvs-gst.json", "{}", "SC-9", "01_rvs-gst.json"),
+        ("artefacts.json", "3", "SC-5", "artefacts.json"),
+        ("env.json", "[", "SC-5", "env.json (cannot be used)"),
+        ("status.json", '{"compute": "ok"}', "SC-5", "status.json (cannot be used)"),
+    ],
+)
+def test_a_damaged_file_beside_costs_its_criterion_alone(sample_copy, escher, name, text, sc, words):
+    run_dir = sample_copy("mi355x")
+    (run_dir / name).write_text(text, "utf-8")
+    status, out, err = escher("score", run_dir)
+    card = records.read_json(run_dir / "scorecard.json")
+    [told] = [c for c in card["criteria"] if c["sc"] == sc]
+    assert told["status"] == "INCOMPLETE" and words in told["reason"], (told, out, err)
+    assert {c["status"] for c in card["criteria"] if c["sc"] in ("SC-1", "SC-2", "SC-3", "SC-4", "SC-6")} == {"PASS"}
+    assert status == (1 if sc == "SC-5" else 0)
+
+
+def test_a_run_that_cannot_be_written_to_is_judged_all_the_same(sample_copy, escher, monkeypatch):
+    def refuse(path, *_):
+        raise records.RecordError(f"{path}: cannot be written: Read-only file system")
+
+    for name in ("write_json_atomic", "write_text_atomic"):
+        monkeypatch.setattr(report, name, refuse)
+    status, out, err = escher("score", sample_copy("mi355x"))
+    assert status == 2 and out == "verdict: GO\n" and "Read-only file system" in err and err.count("\n") == 1
+
+
+def test_score_twice_says_the_same(sample_copy, escher):
+    run_dir = sample_copy("mi355x")
+    edit_json_file = run_dir / "artefacts.json"
+    edit_json_file.write_text(json.dumps({"formats": [], "required": ["scorecard.json", "validation.md"]}), "utf-8")
+    (run_dir / "scorecard.json").write_text("", "utf-8")
+    assert [escher("score", run_dir)[:2] for _ in range(2)] == [(0, "verdict: GO\n")] * 2
 
 
 # ---- validate ----
@@ -204,8 +240,8 @@ def test_a_log_that_is_not_there(sample_copy, escher, tmp_path):
 
 def test_a_baseline_is_kept_and_compared_with(three, escher, tmp_path):
     status, _, err = escher("baseline", "set", three, "--results-dir", tmp_path)
-    home = tmp_path / "baselines" / "escher_14b_480p-mi355x"
-    assert status == 0 and "baseline of 3 runs" in err
+    [home] = (tmp_path / "baselines").iterdir()
+    assert home.name.startswith("escher_14b_480p-mi355x-") and status == 0 and "baseline of 3 runs" in err
     assert sorted(p.name for p in home.iterdir()) == ["base-0", "base-1", "base-2"]
     assert not list(home.glob("*/scorecard.json")) and not list(home.parent.glob(".new-*"))
     for i, factor in enumerate((1.07, 1.068, 1.072)):
@@ -214,8 +250,12 @@ def test_a_baseline_is_kept_and_compared_with(three, escher, tmp_path):
     assert status == 1 and "Compute roof fell by 6." in out and "is a regression" in out and "indicative" not in out
     status, out, _ = escher("compare", three / "base-0", three / "base-1")
     assert status == 0 and "No regression" in out and "INDICATIVE" in out
-    escher("baseline", "set", three / "base-1", "--results-dir", tmp_path)
-    assert [p.name for p in home.iterdir()] == ["base-1"]
+    assert escher("compare", three / "base-0", "--base", three / "base-1")[0] == 0
+    status, _, err = escher("baseline", "set", three / "base-1", "--results-dir", tmp_path)
+    assert status == 0 and "in place of: base-0, base-1, base-2" in err
+    assert [p.name for p in home.iterdir()] == ["base-1"] and list(home.parent.iterdir()) == [home]
+    status, _, err = escher("compare", three / "base-1", "--results-dir", tmp_path)
+    assert status == 2 and "base-1 stands on both sides" in err
 
 
 def test_unlike_runs_are_refused_by_name_and_shown_across(escher, sample_copy):
@@ -225,6 +265,27 @@ def test_unlike_runs_are_refused_by_name_and_shown_across(escher, sample_copy):
     assert status == 0 and "Side by side, without a verdict" in out and "compute roof" in out
     for word in (" faster", " slower", "INDICATIVE"):
         assert word not in out
+
+
+def test_what_is_not_decided_is_no_good_news(three, escher, tmp_path):
+    """A roof that this run lost, and one that fell by far in a single noisy run."""
+    lost = as_run(MI355X, tmp_path / "lost")
+    edit = lambda r: {**r, "error": {"ok": False}, "samples_s": []} if r["case"] == "roof" else r  # noqa: E731
+    path = lost / "records" / "01_compute.jsonl"
+    head, *rest = path.read_text("utf-8").splitlines()
+    path.write_text("\n".join([head, *(json.dumps(edit(json.loads(x))) for x in rest)]) + "\n", "utf-8")
+    status, out, _ = escher("compare", three, lost)
+    assert status == 1 and "Not decided: compute roof" in out and "No regression" not in out
+
+
+def test_another_machine_takes_no_baselines_place(three, escher, tmp_path):
+    other = shutil.copytree(MI355X, tmp_path / "other")
+    for path in (other / "run.json", *(other / "records").glob("*.jsonl")):
+        path.write_text(path.read_text("utf-8").replace('"raw_name": "AMD Instinct MI355X"', '"raw_name": "MI355X VF"')
+                        .replace('"raw_name":"AMD Instinct MI355X"', '"raw_name":"MI355X VF"'), "utf-8")  # fmt: skip
+    assert escher("baseline", "set", three, "--results-dir", tmp_path)[0] == 0
+    assert escher("baseline", "set", other, "--results-dir", tmp_path)[0] == 0
+    assert len(list((tmp_path / "baselines").iterdir())) == 2
 
 
 def test_without_a_baseline_it_says_how_to_set_one(three, escher, tmp_path):
@@ -246,6 +307,8 @@ def test_variability_is_read_from_runs_and_kept_in_each(three, escher):
         (run_dir / "variability.json").unlink()
     status, out, err = escher("variability", *runs)
     assert status == 0 and "compute roof" in out and "SC-8 PASS" in err
+    assert not list(three.glob("*/variability.json"))  # it reads
+    assert escher("variability", "--keep", *runs)[0] == 0
     for run_dir in runs:
         card = scorecard.judge(derive.load(run_dir))
         assert card.criterion("SC-8").status == "PASS" and "3 runs" in card.criterion("SC-8").reason
@@ -302,10 +365,15 @@ def test_the_first_page_leads_with_the_verdict(sample_copy):
     assert stage.escape(card.reasons[0].partition("; ")[0]) in text and "[scorecard](scorecard.md)" in text
 
 
+def reports_folder(run: derive.LoadedRun) -> Path:
+    return next(f for f in report.baseline_folders(run) if f.is_dir())
+
+
 def test_the_comparison_page(three, tmp_path):
     run = derive.load(as_run(MI355X, tmp_path / "now", 1.2))
     assert "No baseline is set" in report.against_baseline(run)
     judging.set_baseline([three], tmp_path, runner.Console(None))
+    assert list((tmp_path / "baselines").iterdir()) == [reports_folder(run)]
     found = report.against_baseline(run)
     page = verdict.comparison_page(run, found, report.spread(run))
     assert "Compute roof fell by" in page and "This run against itself" in page and "3 fresh" in page

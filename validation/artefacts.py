@@ -71,7 +71,7 @@ def check(run: LoadedRun) -> Artefacts:
         path = run.directory / name
         if not path.is_file():
             missing.append(name)
-        elif path.parent.name == "records" and path.stem.partition("_")[2] in run.unreadable:
+        elif name in run.unreadable or path.parent.name == "records" and path.stem.partition("_")[2] in run.unreadable:
             missing.append(f"{name} (cannot be used)")  # its family says why
         elif why := why_broken(path):
             broken.append(f"{name} ({why})")

@@ -35,6 +35,7 @@ from validation.derive import LoadedRun, Row
 
 FASTER, SAME, SLOWER, AMBIGUOUS = "faster", "same", "slower", "ambiguous"
 BASE, RUN = "baseline", "run"
+JUDGED = ("compute_roof", "bandwidth_roof", "mfu_compiled")  # the headlines whose fall is a regression
 AA_BLOCKS = 4  # two odd and two even ones
 FLOOR_PERCENTILE = 90
 SUMMARY_SCHEMA = 1
@@ -209,7 +210,7 @@ _WORDS = {"title", "unit", "note", "derived_from", "derived_why", "full", "pilot
 
 def unlike(a: LoadedRun, b: LoadedRun) -> list[str]:
     """Why two runs must not be compared, one line each that names both values; empty where they may be."""
-    left, right = _identity(a), _identity(b)
+    left, right = identity(a), identity(b)
     pairs = [(what, left.get(what), right.get(what)) for what in dict.fromkeys([*left, *right])]
     known = [("power cap in W", _power_cap(a), _power_cap(b))]  # the next ones only where both runs say them
     for what, name in (("compute dtype", "dtype"), ("threads", "threads")):
@@ -222,7 +223,7 @@ def _power_cap(run: LoadedRun) -> Any:
     return run.info.get("power_cap_w", ((run.env or {}).get("device") or {}).get("power_cap_w"))
 
 
-def _identity(run: LoadedRun) -> dict[str, Any]:
+def identity(run: LoadedRun) -> dict[str, Any]:
     """What two runs must have in common."""
     found, info = run.found, run.info
     spec = info["workload"]
@@ -764,7 +765,7 @@ class Regression:
 def regressions(found: Comparison) -> list[Regression]:
     """A roof that fell, compiled MFU that fell, an operation that crossed to memory-bound; none of `across`."""
     out = []
-    for key in ("compute_roof", "bandwidth_roof", "mfu_compiled"):
+    for key in JUDGED:
         row = found.headline(key)
         if row is None or row.verdict != SLOWER:
             continue

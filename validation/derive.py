@@ -24,7 +24,8 @@ ANCHOR_MOVED = "NOISY: anchor moved"
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The raw part of a run. `files` holds the families that were measured, by name; `unreadable`: why one was left out."""
+    """The raw part of a run. `files` holds the families that were measured, by name; `unreadable`: why a family, or
+    env.json or status.json, was left out."""
 
     directory: Path
     info: dict[str, Any]  # run.json
@@ -78,18 +79,36 @@ def load(directory: Path, config: Config | None = None, lenient: bool = False) -
         selection = targets.Selection.from_json({k: v for k, v in target.items() if k != "found"})
     except (KeyError, TypeError) as exc:
         raise RecordError(f"{directory / 'run.json'}: target is incomplete ({exc}); measure again") from None
-    env_path, status_path = directory / "env.json", directory / "status.json"
+    beside: dict[str, Any] = {}
+    for name in ("env.json", "status.json"):
+        try:
+            beside[name] = _read_object(directory / name)
+        except RecordError as exc:
+            if not lenient:
+                raise
+            beside[name], unreadable[name] = None, str(exc).replace(f"{directory}{os.sep}", "")
     return LoadedRun(
         directory=directory,
         info=info,
-        env=records.read_json(env_path) if env_path.is_file() else None,
-        status=records.read_json(status_path) if status_path.is_file() else {},
+        env=beside["env.json"],
+        status=beside["status.json"] or {},
         files=files,
         selection=selection,
         found=found,
         config=config or configuration.of_run(directory),
         unreadable=unreadable,
     )
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """env.json or status.json, each an object; of the second every value is one too. None where it is missing."""
+    if not path.is_file():
+        return None
+    data = records.read_json(path)
+    flat = path.name == "status.json" and isinstance(data, dict) and not all(isinstance(v, dict) for v in data.values())
+    if not isinstance(data, dict) or flat:
+        raise RecordError(f"{path}: no JSON object of objects; delete it, or measure again")
+    return data
 
 
 def _read_family(path: Path, family: str, info: dict[str, Any]) -> RecordFile:

@@ -106,9 +106,17 @@ TITLES = {
 def judge(run: LoadedRun, checked: Artefacts | None = None) -> Scorecard:
     """Every criterion of a run and the verdict. `checked`: the artefacts, where they are known otherwise than by looking
     (a book that is being built). RecordError or WorkloadError where a part of the run is damaged."""
-    found = plausibility.check(run)
+    try:
+        found = plausibility.check(run)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise RecordError(f"{run.directory}: a record lacks what its family writes ({_what(exc)}); measure again") from None
     criteria = [_finished(run, number, found) for number in TITLES if number != 5]
-    criteria.insert(5, _sc5(run, Criterion("SC-5", *TITLES[5], SKIP, ""), checked or artefacts.check(run)))  # the last
+    fifth = Criterion("SC-5", *TITLES[5], SKIP, "")  # the last to be judged
+    try:
+        fifth = _sc5(run, fifth, checked or artefacts.check(run))
+    except RecordError as exc:
+        fifth = replace(fifth, status=INCOMPLETE, reason=str(exc))
+    criteria.insert(5, fifth)
     if run.kind == "cpu":
         text = (
             "a CPU host: speeds are shown and judged, and one that misses is WARN_CPU, because neighbours and clocks decide "
@@ -126,14 +134,25 @@ def _finished(run: LoadedRun, number: int, found: Sequence[plausibility.Implausi
         return replace(base, **_missing(run, family))
     if number not in JUDGES:
         return replace(base, reason=f"this version does not judge family {family}")
-    result = JUDGES[number](run, base)
+    try:
+        result = JUDGES[number](run, base)
+    except (RecordError, compare.CompareError) as exc:  # one damaged file: the rest is judged
+        result = replace(base, status=INCOMPLETE, reason=str(exc))
+    except (KeyError, TypeError, AttributeError) as exc:
+        result = replace(base, status=INCOMPLETE, reason=f"a record lacks what its family writes ({_what(exc)})")
     impossible = [i for i in found if i.level == plausibility.INVALID and i.family == family]
     if impossible:
         more = f" (and {len(impossible) - 1} more)" if len(impossible) > 1 else ""
         result = replace(result, status=INVALID, reason=impossible[0].reason + more)
     if family and (end := _unfinished(run, family)) and result.status not in (INVALID, FAIL):
         result = replace(result, status=INCOMPLETE, reason=f"{end}; of what was kept: {result.reason}")
-    return replace(result, evidence=_evidence(run, result)) if result.status not in (PASS, NA, SKIP) else result
+    if result.status in (PASS, NA, SKIP):
+        return result
+    return replace(result, evidence=result.evidence or _evidence(run, result))
+
+
+def _what(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"
 
 
 def _missing(run: LoadedRun, family: str) -> dict[str, str]:
@@ -151,7 +170,9 @@ def _unfinished(run: LoadedRun, family: str) -> str | None:
         return _how(family, end) + ("" if file else "; nothing was kept")
     if file is None:
         return f"family {family} was chosen and left no records" if family in run.info.get("families", ()) else None
-    return f"the last record of family {family} was cut off" if file.truncated else None
+    if file.truncated:
+        return f"the last record of family {family} was cut off"
+    return f"how family {family} ended was not recorded" if run.status and end is None else None
 
 
 def _how(family: str, end: dict[str, Any]) -> str:
@@ -172,14 +193,16 @@ def _verdict(run: LoadedRun, criteria: tuple[Criterion, ...], found: tuple) -> S
     def _told(c: Criterion, status: str) -> list[str]:
         return [f"{c.sc} {c.title}: {c.status}, {c.reason}"] if c.status == status else []
 
-    orphans = [i.reason for i in found if i.level == plausibility.INVALID and i.family not in _JUDGED]
+    judged = {TITLES[number][2] for number in JUDGES}
+    orphans = [i.reason for i in found if i.level == plausibility.INVALID and i.family not in judged]
     bad = named(INVALID) + [f"Plausibility: {INVALID}, {reason}" for reason in orphans] + named(FAIL)
     unfinished = [text for c in criteria if c.gating or c.family for text in _told(c, INCOMPLETE)]
     listed = {c.family for c in criteria if c.status == INCOMPLETE}
     for family in dict.fromkeys([*(run.info.get("families") or run.status), *run.unreadable]):
-        if family not in listed and (end := _unfinished(run, family)):
+        if family not in listed and not family.endswith(".json") and (end := _unfinished(run, family)):
             unfinished.append(end)
-    open_ = named(INSUFFICIENT, WARN, WARN_CPU, SKIP, gating_only=True)
+    unfinished += [why for name, why in run.unreadable.items() if name.endswith(".json")]
+    open_ = named(INSUFFICIENT, WARN, SKIP, gating_only=True)
     if bad:
         return Scorecard(criteria, found, NO_GO, tuple(bad + unfinished + open_), 1, 1)
     if unfinished:
@@ -189,7 +212,6 @@ def _verdict(run: LoadedRun, criteria: tuple[Criterion, ...], found: tuple) -> S
     return Scorecard(criteria, found, GO, (), 0, 0)
 
 
-_JUDGED = {family for _, _, family in TITLES.values() if family}
 
 
 # ---- what every criterion uses ----
@@ -213,8 +235,8 @@ def side(run: LoadedRun, value: Estimate, floor: float) -> str:
     return FAIL if value.hi < floor else INSUFFICIENT
 
 
-def missed(run: LoadedRun, status: str, noisy: bool, family: str) -> tuple[str, str]:
-    """What a missed speed becomes, and the words for it; any other status stays.
+def missed(run: LoadedRun, status: str, noisy: bool, family: str, cases: Iterable[str]) -> tuple[str, str]:
+    """What a missed speed becomes, and the words for it; any other status stays. `cases`: the rows that missed.
 
     Throttling for heat or by an alarm is the device's own doing and excuses nothing. A power limit is no such reason: at
     full load it acts on every device.
@@ -224,7 +246,7 @@ def missed(run: LoadedRun, status: str, noisy: bool, family: str) -> tuple[str, 
     if run.kind == "cpu":
         return (WARN_CPU, "") if status in (FAIL, WARN) else (status, "")
     if status == FAIL and noisy:
-        if throttled := _overheated(run, family):
+        if throttled := _overheated(run, family, set(cases)):
             return FAIL, f"; the device throttled meanwhile ({throttled})"
         return INSUFFICIENT, "; other work or a moving clock disturbed the measurement, so it is not held against the device"
     return status, ""
@@ -245,14 +267,14 @@ def _noisy(row: Row | None) -> bool:
     return bool(row) and any(f.startswith("NOISY") for f in row.flags)
 
 
-def _states(run: LoadedRun, family: str | None) -> list[dict[str, Any]]:
-    return [r.device_state for r in run.records(family) if r.device_state] if family else []
+def _states(run: LoadedRun, family: str, cases: set[str] | None = None) -> list[dict[str, Any]]:
+    return [r.device_state for r in run.records(family) if r.device_state and (cases is None or r.case in cases)]
 
 
-def _overheated(run: LoadedRun, family: str) -> str:
-    """The throttle reasons other than a power limit that telemetry saw in a family's windows, as words."""
+def _overheated(run: LoadedRun, family: str, cases: set[str]) -> str:
+    """The throttle reasons other than a power limit that telemetry saw in the windows of these rows, as words."""
     seen: dict[str, int] = {}
-    for state in _states(run, family):
+    for state in _states(run, family, cases):
         for reason in state.get("throttle") or ():
             if not re.search(r"ppt|power", reason):
                 seen[reason] = seen.get(reason, 0) + 1
@@ -343,7 +365,7 @@ def _sc1(run: LoadedRun, base: Criterion) -> Criterion:
     squares, steady = limit(run, "best_square_frac"), limit(run, "converged_roof_frac")
     figures.append(Figure.of(f"share of the {basis.label}", share, "fraction"))
     figures.append(Figure("best square over the roof", beside, "fraction"))
-    status, more = missed(run, side(run, share, floor), _noisy(c.roof) or c.disturbed, "compute")
+    status, more = missed(run, side(run, share, floor), _noisy(c.roof) or c.disturbed, "compute", ["roof"])
     reason = f"the roof is {_percent(run, share, status, 100)} of the {basis.label}; at least {floor * 100:.1f} % is wanted{more}"
     if status == PASS and not c.converged:
         status, reason = WARN, reason + _unconverged(roof, steady)
@@ -387,8 +409,8 @@ def _sc2(run: LoadedRun, base: Criterion) -> Criterion:
 
     def part(status: str, words: str, op: str) -> None:
         """What is judged by the plateau of `op`, whose noise alone excuses a miss."""
-        noisy = any(_noisy(r) for r in b.rows if r.params.get("plateau") and r.params["op"] == op)
-        status, more = missed(run, status, noisy, "bandwidth")
+        rows = [r for r in b.rows if r.params.get("plateau") and r.params["op"] == op]
+        status, more = missed(run, status, any(map(_noisy, rows)), "bandwidth", [r.case for r in rows])
         statuses.append(status)
         reasons.append(words + more)
 
@@ -451,32 +473,35 @@ def _sc3(run: LoadedRun, base: Criterion) -> Criterion:
         families = [f for f, x in (("compute", found.compute_roof), ("bandwidth", found.bandwidth_roof)) if x is None]
         return replace(base, status=_without(run, *families), reason=found.roofs_missing)
     near, share = limit(run, "ridge_near_frac"), limit(run, "attains_frac")
-    shifted = any(abs(s) > run.config.threshold("anchor_moved_frac") for s in found.shift.values())
+    briefest = run.config.threshold("launch_bound_s")
     unmeasured, wrong_side, low, open_, judged = [], [], [], [], 0
     for r in found.rows:
         if r.optimized is None:
             unmeasured.append(r.op.name)
             continue
-        if r.launch_bound:
+        if run.kind == "gpu" and r.theory_s.median < briefest:
             continue
         judged += 1
         if _crossed(r, found, near.value):
             wrong_side.append(f"{r.op.name} is {r.bound}-bound, the rated ridge predicts {r.predicted}")
         status = side(run, r.attains, share.value)
-        status, more = missed(run, status, _noisy(r.optimized) or shifted, "ops")
+        noisy = _noisy(r.optimized) or _slower_than_the_roofs(run, found, r)
+        status, more = missed(run, status, noisy, "ops", [r.optimized.case])
         if status == PASS:
             continue
+        if status == FAIL and r.launch_bound:
+            status, more = INSUFFICIENT, "; the device waited for the host to hand calls over"
         attained = _percent(run, r.attains, status, 100)
         text = f"{r.op.name} attains {attained} of its roof, {share.value * 100:.0f} % is wanted{more}"
         (low if status in (FAIL, WARN_CPU) else open_).append(text)
-    lowest = min((r for r in found.rows if r.attains and not r.launch_bound), key=lambda r: r.attains.median, default=None)
-    short = [r for r in found.rows if r.launch_bound and r.optimized]
+    short = [r for r in found.rows if r.optimized and run.kind == "gpu" and r.theory_s.median < briefest]
+    lowest = min((r for r in found.rows if r.attains and r not in short), key=lambda r: r.attains.median, default=None)
     figures = [Figure("operations judged", judged, "count"), Figure("launch-bound, not judged", len(short), "count")]
     if lowest:
         figures.append(Figure.of(f"lowest share of its roof: {lowest.op.name}", lowest.attains, "fraction"))
     figures += [Figure.of("measured ridge", found.ridge, "FLOP/B"), Figure("rated ridge", found.ridge_predicted, "FLOP/B")]
-    briefest = (limit(run, "launch_bound_s"),) if run.kind == "gpu" else ()
-    base = replace(base, figures=tuple(figures), limits=(near, share, *briefest))
+    brief = (limit(run, "launch_bound_s"),) if run.kind == "gpu" else ()
+    base = replace(base, figures=tuple(figures), limits=(near, share, *brief))
     slow = WARN_CPU if run.kind == "cpu" else FAIL
     if not judged and not unmeasured:
         open_.append("no operation takes long enough to be judged")
@@ -493,6 +518,12 @@ def _sc3(run: LoadedRun, base: Criterion) -> Criterion:
     elif found.ridge_predicted is None and run.kind == "gpu":
         shown.append("the side of the ridge is not judged: no rated ridge of the device that was measured")
     return replace(base, status=status, reason="; ".join(shown))
+
+
+def _slower_than_the_roofs(run: LoadedRun, found: roofline.Ops, r: roofline.OpRow) -> bool:
+    """Whether the anchor of what bounds an operation ran slower here than around the roof; faster excuses no miss."""
+    anchors = {"compute": ("anchor.gemm",), "memory": ("anchor.copy",)}.get(r.bound, tuple(found.shift))
+    return any(found.shift.get(a, 0.0) < -run.config.threshold("anchor_moved_frac") for a in anchors)
 
 
 def _without(run: LoadedRun, *families: str) -> str:
@@ -536,7 +567,7 @@ def _sc4(run: LoadedRun, base: Criterion) -> Criterion:
     word = "above" if middle >= 0 else "below"
     reason = f"compiled is {abs(middle):.1f} points of MFU {word} eager ({found.speedup.median:.3f} times as fast)"
     noisy = any(_noisy(r) for r in found.rows.values())
-    status, more = missed(run, status, noisy, "e2e")
+    status, more = missed(run, status, noisy, "e2e", [roofline.EAGER, roofline.COMPILED])
     gap = _gap(scopes["sum_default"].shares.get("measured"), eager)
     if gap and status == PASS and gap[0] > points.value:
         status = WARN_CPU if run.kind == "cpu" else WARN
@@ -553,10 +584,12 @@ def _gap(above: Estimate | None, below: Estimate | None) -> tuple[float, float] 
 
 def _pilot(run: LoadedRun) -> list[Figure]:
     """The pilot's MFU targets beside this run's, where the two may be compared: reported, never gated on."""
-    out = []
+    out, points = [], run.config.threshold("mfu_pp")
     for ref in roofline.reference(run):
         if ref.what.startswith("MFU") and ref.comparable and ref.observed:
-            out.append(Figure.of(f"{ref.what}, basis pilot (its target {ref.pilot * 100:.0f} %)", ref.observed, "fraction"))
+            reached = "reached" if ref.observed.median * 100 >= ref.pilot * 100 - points else "not reached, reported only"
+            words = f"{ref.what}, basis pilot (its target {ref.pilot * 100:.0f} - {points:g} points: {reached})"
+            out.append(Figure.of(words, ref.observed, "fraction"))
     return out
 
 
@@ -634,22 +667,27 @@ def _is_wrong(r: Record, bounds: dict[str, Limit]) -> str | None:
 
 def _sc8(run: LoadedRun, base: Criterion) -> Criterion:
     path = run.directory / VARIABILITY
-    at_most, enough = limit(run, "cv_pct"), limit(run, "cv_runs_count")
-    base = replace(base, limits=(at_most, enough))
     if not path.is_file():
         why = "one run alone has no spread between runs; escher variability --runs 3 makes more"
-        return replace(base, status=SKIP, reason=why)
-    try:
-        found = compare.read_summary(read_json(path), str(path))
-    except compare.CompareError as exc:
-        raise RecordError(str(exc)) from None
+        return replace(base, status=SKIP, reason=why, limits=_variability_limits(run))
+    found = compare.read_summary(read_json(path), str(path))
     if run.info["run_id"] not in [p.run_id for p in found.processes]:
-        return replace(base, status=SKIP, reason=f"{VARIABILITY} is of other runs")
+        return replace(base, status=SKIP, reason=f"{VARIABILITY} is of other runs", limits=_variability_limits(run))
+    return judge_variability(run, found)
+
+
+def _variability_limits(run: LoadedRun) -> tuple[Limit, Limit]:
+    return limit(run, "cv_pct"), limit(run, "cv_runs_count")
+
+
+def judge_variability(run: LoadedRun, found: compare.Variability) -> Criterion:
+    """SC-8 of runs that `run` is one of."""
+    at_most, enough = _variability_limits(run)
     spreads = [s for s in found.spreads if s.cv is not None and s.count >= enough.value]
     count = min((s.count for s in found.spreads), default=len(found.processes))
     figures = [Figure("fresh-process runs", count, "count")]
     figures += [Figure(f"CV of {s.label}", s.cv * 100, "percent") for s in found.spreads if s.cv is not None]
-    base = replace(base, figures=tuple(figures))
+    base = Criterion("SC-8", *TITLES[8], SKIP, "", figures=tuple(figures), limits=(at_most, enough))
     largest = max(spreads, key=lambda s: s.cv, default=None)
     met = largest is None or largest.cv * 100 <= at_most.value
     if met and (largest is None or len(spreads) < len(found.spreads)):
