@@ -204,17 +204,21 @@ def crosscheck_rows(found: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def checks_sentence(found: Sequence[Check]) -> str:
+    """How far the tools agree, after what failed or cannot be."""
     matched = [c for c in found if c.matched]
+    bad = [c for c in found if c.status in (crosscheck.FAIL, crosscheck.INVALID)]
+    first = "".join(f"**{c.status}** {escape(c.tool)}, {escape(c.name)}: {escape(c.reason)}. " for c in bad[:4])
+    first += f"{len(bad) - 4} more are FAIL or INVALID. " if len(bad) > 4 else ""
     if not found:
         return (
             "No outside tool was run on this machine for this run, and no log was imported. `escher validate RUN` runs what is "
             "installed; `escher validate RUN --import FILE...` takes logs that were made elsewhere."
         )
     if not matched:
-        return "**No reading of a tool could be matched with a row of this run.** The table says what each one lacks."
+        return first + "**No reading of a tool could be matched with a row of this run.** The table says what each one lacks."
     agreed = sum(c.status == crosscheck.PASS for c in matched)
-    rest = [c for c in matched if c.status != crosscheck.PASS]
-    text = f"**{agreed} of {len(matched)} matched rows agree** with {', '.join(sorted({c.tool for c in matched}))}."
+    rest = [c for c in matched if c.status != crosscheck.PASS and c not in bad]
+    text = first + f"**{agreed} of {len(matched)} matched rows agree** with {', '.join(sorted({c.tool for c in matched}))}."
     if rest:
         text += " " + " ".join(f"{escape(c.tool)}, {escape(c.name)}: {escape(c.reason)}." for c in rest[:4])
     return text

@@ -166,7 +166,7 @@ def test_params_of_each_module():
     }  # fmt: skip
     assert params("babel.log", 2) == {
         "family": "bandwidth", "backend": "rvs babel", "case": "babel-float", "unit": "MB/s", "op": "copy",
-        "device": "30101", "dtype": "fp32", "counted": "read+write", "statistic": "best",
+        "device": "30101", "dtype": "fp32", "counted": "read+write", "statistic": "best", "buffer_bytes": 6920600000,
     }  # fmt: skip
     assert params("babel.log", 0)["counted"] == "read+write" and params("babel.log", 0)["op"] == "read"
     assert params("babel_seconds.log", 0)["counted"] == "read+write"
@@ -366,6 +366,31 @@ def test_babel_of_our_own_command_tells_dtype_and_size():
     [config] = rvs.commands(PLACE)[1].files.values()
     params = rvs.parse(text("babel.log"), config=config).records[2].params
     assert (params["dtype"], params["buffer_bytes"]) == ("fp32", 4 * 2**30)
+
+
+SIZE = "Array size: 6920.6 MB (=6.9 GB), Total size: 20761.8 MB (=20.8 GB)"
+
+
+@pytest.mark.parametrize(
+    "line, size",
+    [
+        (SIZE, 6_920_600_000),
+        ("Array size: 1024.0 MiB (=1.0 GiB), Total size: 3072.0 MiB (=3.0 GiB)", 2**30),
+        ("Array size: 0.0 MB (=0.0 GB), Total size: 0.0 MB (=0.0 GB)", None),
+        ("Array size: nan MB (=6.9 GB), Total size: 20761.8 MB (=20.8 GB)", None),
+        ("Array size: 6920.6 furlongs", None),
+        ("", None),
+    ],
+)
+def test_babel_prints_the_size_of_its_arrays(line, size):
+    found = rvs.parse(text("babel.log").replace(SIZE, line)).records
+    assert {r.params.get("buffer_bytes") for r in found} == {size} and len(found) == 16
+
+
+def test_a_size_of_another_babel_action_is_not_taken():
+    first, second = text("babel.log"), text("babel.log").replace("babel-float", "babel-more").replace(SIZE, "")
+    found = rvs.parse(first + second).records
+    assert {(r.case, r.params.get("buffer_bytes")) for r in found} == {("babel-float", 6920600000), ("babel-more", None)}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from conftest import CPU, MI355X, SAMPLES
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from escher_kernels.records import Record, RecordError, RecordFile, Writer
@@ -153,6 +154,8 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=12).map("".join))
+@example("/home/[://me@node")
+@example("Bearer /home/=")
 @settings(max_examples=300, deadline=None)
 def test_a_second_time_changes_nothing(text):
     once = tools.redact(tools.clean(text))
@@ -526,6 +529,63 @@ def test_a_kept_log_reads_as_it_was_written(tmp_path):
     assert sorted(p.name for p in running.folder(tmp_path).iterdir()) == ["01_gst.json", "01_gst.log"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (("t", "--token", "hush", "--size", "5"), ("t", "--token", "[redacted]", "--size", "5")),
+        (("t", "--api-key=hush", "x"), ("t", "--api-key=[redacted]", "x")),
+        (("t", "-H", "Authorization: Bearer hush.hush-hush"), ("t", "-H", "Authorization: [redacted]")),
+        (("/home/hush/bin/t", "-c", "{dir}/a.yaml", ""), ("/home/user/bin/t", "-c", "{dir}/a.yaml", "")),
+        (("t", "-b", "512", "-t", "a", "b"), ("t", "-b", "512", "-t", "a", "b")),
+        ((), ()),
+    ],
+)
+def test_a_kept_command_line_holds_no_secret(tmp_path, argv, kept):
+    log = running.keep(tmp_path, "row", Log("fake", "a", None, argv))
+    assert running.logs(tmp_path) == [log] and log.argv == kept
+
+
+def test_why_a_tool_did_not_run_holds_no_secret(tmp_path):
+    running.keep(tmp_path, None, Log("fake", "a", None, skipped="/home/hush/t cannot be run: HF_TOKEN=hush"))
+    assert running.logs(tmp_path)[0].skipped == "/home/user/t cannot be run: HF_TOKEN=[redacted]"
+
+
+CONFIG = '''\
+# by hush@node-7
+actions:
+- name: gst-bf16
+  module: gst
+  device: all
+  matrix_size_a: 8192
+  api_key: hush,hush
+  password: "hush: hush"
+  path: {conf: /home/hush/x.conf, token: hush}
+  listed: [hf_hushhushhush.x, 5]
+  url: https://me:hush@node.example/x
+'''
+
+
+def test_a_configuration_that_is_written_anew_keeps_what_it_refers_to():
+    text = "actions: &a\n- {name: x, token: hush}\n- {sizes: [1, 2.5, null], other: *a}\n"
+    found = yaml.safe_load(tools.redact_config(text))
+    assert found["actions"][0] == {"name": "x", "token": "redacted"} and found["actions"][1]["sizes"] == [1, 2.5, None]
+    assert found["actions"][1]["other"] is found["actions"]
+    for same in ("no: [yaml", "a: 1  # kept as it is\n"):
+        assert tools.redact_config(same) == same
+
+
+def test_a_kept_configuration_holds_no_secret_and_is_still_yaml(tmp_path):
+    running.keep(tmp_path, "row", Log("fake", "a", None, config=CONFIG))
+    (log,) = running.logs(tmp_path)
+    (action,) = yaml.safe_load(log.config)["actions"]
+    assert [action[x] for x in ("name", "module", "matrix_size_a", "path")] == [
+        "gst-bf16", "gst", 8192, {"conf": "/home/user/x.conf", "token": "redacted"},
+    ]  # fmt: skip
+    assert action["password"] == "redacted" and action["listed"] == ["redacted.x", 5]
+    assert re.findall("hush|node-7", log.config) == []
+    assert running.keep(tmp_path, "row", Log("fake", "a", None, config=log.config)).config == log.config
+
+
 def test_numbers_go_on_and_nothing_is_replaced(tmp_path):
     home = running.folder(tmp_path)
     home.mkdir(parents=True)
@@ -621,6 +681,65 @@ def test_the_same_log_is_kept_once(tmp_path):
     assert [log.log for log in running.logs(tmp_path)] == ["01_p2p.log", "02_p2p.log"]
 
 
+def test_a_configuration_goes_with_the_logs_that_were_made_with_it(tmp_path):
+    log, other, config, told = tmp_path / "gst.log", tmp_path / "p2p.csv", tmp_path / "gst.yaml", []
+    log.write_bytes(fixture("rvs/gst.log").read_bytes())
+    other.write_bytes(fixture("transferbench/p2p_uni.csv").read_bytes())
+    config.write_text("# ROCm Validation Suite (RVS)\n" + CONFIG)
+    running.import_files(tmp_path, [log, config, other], told.append)
+    assert told == ["gst.yaml: the configuration of the RVS logs", "gst.log: rvs", "p2p.csv: transferbench"]
+    gst, p2p = running.logs(tmp_path)
+    assert (gst.tool, gst.log, p2p.tool, p2p.config) == ("rvs", "01_gst.log", "transferbench", None)
+    assert yaml.safe_load(gst.config)["actions"][0]["matrix_size_a"] == 8192 and "hush:" not in gst.config
+    assert sorted(p.suffix for p in running.folder(tmp_path).iterdir()) == [".json", ".json", ".log", ".log"]
+
+
+def test_a_configuration_may_follow_its_log(tmp_path):
+    log, config, told = tmp_path / "gst.log", tmp_path / "gst.yaml", []
+    log.write_bytes(fixture("rvs/gst.log").read_bytes())
+    config.write_text(CONFIG)
+    running.import_files(tmp_path, [log], told.append)
+    running.import_files(tmp_path, [config, log], told.append)
+    assert told[-1] == "gst.log: the same log is there already (01_gst.log), now with its configuration"
+    (kept,) = running.logs(tmp_path)
+    assert "gst-bf16" in kept.config
+    running.import_files(tmp_path, [log], told.append)  # and stays
+    assert running.logs(tmp_path) == [kept] and told[-1].endswith("(01_gst.log)")
+
+
+@pytest.mark.parametrize("others", [[], ["transferbench/p2p_uni.csv"], ["again"]])
+def test_a_configuration_without_its_log_or_beside_another_is_one_line(tmp_path, others):
+    (tmp_path / "gst.yaml").write_text(CONFIG)
+    (tmp_path / "again.yaml").write_text("{actions: []}\n")
+    files = [tmp_path / "again.yaml" if x == "again" else fixture(x) for x in others]
+    files += [fixture("rvs/gst.log")] if "again" in others else []
+    with pytest.raises(RecordError) as caught:
+        running.import_files(tmp_path, [tmp_path / "gst.yaml", *files], silent)
+    assert str(caught.value) == (
+        "gst.yaml and again.yaml are two configurations; import each with its own logs" if "again" in others
+        else "gst.yaml is a configuration; give the log that was made with it too"
+    )  # fmt: skip
+    assert not running.folder(tmp_path).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        (CONFIG, True), ("{actions: [], x: 1}", True), ("x: 1\n'actions' : [{a: b}]\n", True), ('{"actions": []}', True),
+        ("actions:\n- a\n[RESULT] [  1.2] Action name :a\n", False), ("actions: 5\n", False), ("x:\n  actions: []\n", False),
+        ("- actions: []\n", False), ("actions: [\n", False), ("", False),
+    ],
+)  # fmt: skip
+def test_what_is_a_configuration(text, is_one):
+    assert tools.is_configuration(text) == is_one
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_no_log_is_a_configuration(path):
+    text = tools.clean(path.read_bytes())
+    assert not tools.is_configuration(text) or tools.recognise(text) is None
+
+
 @pytest.mark.parametrize("bad", ["missing", "folder", "large"])
 def test_a_file_that_cannot_be_imported_is_one_line_and_nothing_is_kept(tmp_path, monkeypatch, bad):
     monkeypatch.setattr(running, "LARGEST_LOG_BYTES", 2**20)
@@ -680,6 +799,23 @@ def test_the_configuration_of_a_run_reaches_its_parser(tmp_path):
         for given_ in (config, None):
             running.parsed(tmp_path, running.keep(tmp_path, log.read_text(), Log("rvs", "gst", None, config=given_)))
     assert seen == [config, None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "imported", "size"),
+    [
+        (("nvbandwidth", "-j", "-b", "18432", "-t", "device_local_copy"), False, 18432 * 2**20),
+        (("nvbandwidth", "-j", "-b", "18432"), True, None),  # it would be the command line of another log
+        (("nvbandwidth", "-j"), False, None),
+        (("nvbandwidth", "-b"), False, None),
+        (("nvbandwidth", "-b", "many"), False, None),
+    ],
+)
+def test_the_size_that_our_own_command_asked_for_is_told(tmp_path, argv, imported, size):
+    log = Log("nvbandwidth", "local", None, argv, imported=imported)
+    kept = running.keep(tmp_path, fixture("nvbandwidth/json.json").read_text(), log)
+    found = running.parsed(tmp_path, kept).records
+    assert found and {r.params.get("buffer_bytes") for r in found} == {size}
 
 
 def test_our_own_records_are_read_by_folder(tmp_path, made_run):

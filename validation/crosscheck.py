@@ -2,33 +2,38 @@
 
 A tool's reading is matched with the row of ours that did the same: operation, dtype, shape or size, data, bytes counted
 the same way, one direction, and the same statistic, computed from our raw samples. Where the tool ran between two
-measurements of ours, those are compared with it; an imported log is compared with the run's own rows. A reading without
-such a row is listed with what it lacks, never stretched to fit.
+measurements of ours, those are compared with it; an imported log is compared with the run's own rows, unless it names
+another device. A reading without such a row is listed with what it lacks, never stretched to fit.
+
+On a CPU host, where neighbours and clocks decide, a row that does not agree is WARN_CPU. On a GPU a row of ours that is
+NOISY is not held against the device.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from escher_kernels.records import Record
+from escher_kernels.bandwidth import COLD_FACTOR, OPS
+from escher_kernels.records import Record, RecordFile
 from escher_kernels.statistics import Estimate, estimate
 from validation import derive, tools
 from validation.derive import LoadedRun
 from validation.tools import running
 from validation.tools.running import Log
 
-PASS, WARN, SKIP, INSUFFICIENT = "PASS", "WARN", "SKIP", "INSUFFICIENT"
+PASS, WARN, WARN_CPU, SKIP, INSUFFICIENT = "PASS", "WARN", "WARN_CPU", "SKIP", "INSUFFICIENT"
 FAIL, INVALID, INCOMPLETE = tools.FAIL, tools.INVALID, tools.INCOMPLETE
 LIMITS = {"compute": "cross_check_compute_pct", "bandwidth": "cross_check_bandwidth_pct"}
-STREAMS = {"copy": 2, "mul": 2, "add": 3, "triad": 3, "read": 1, "write": 1}  # bytes counted over one stream's
-OUR_OP = {"read": "sum", "write": "fill"}
+OUR_OP = {"copy": "copy", "mul": "mul", "add": "add", "triad": "triad", "read": "sum", "write": "fill"}
+STREAMS = {name: OPS[ours].reads + OPS[ours].writes for name, ours in OUR_OP.items()}  # bytes counted over one stream's
 ACROSS = ("host_to_device", "device_to_host")
 COMPUTING = ("mul", "add", "triad", "sum")  # of which the dtype matters; others only move bytes
-COLD_FACTOR = 4  # as ours: less than this many times the caches may be served by them
 DATA = ("random", "trig")  # a tool's operands: all bits of a mantissa in use, as in ours; whole numbers clock higher
+LONGEST_NAME = 1000  # of a line with a device's name
 NOT_IDENTITY = ("iteration", "hwthreads")  # params that differ from one taking of a measurement to the next
 
 
@@ -50,6 +55,8 @@ class Check:
     unit: str | None = None  # "FLOP/s", "B/s", "s" or "W"
     imported: bool = False
     version: str | None = None
+    interleaved: bool = False  # ours was measured again just before and just after it
+    noisy: bool = False  # a row of ours that it was held against is flagged NOISY
 
     @property
     def matched(self) -> bool:
@@ -74,17 +81,21 @@ def checks(run: LoadedRun) -> list[Check]:
 
 def _of_logs(run: LoadedRun, group: Sequence[Log]) -> list[Check]:
     """The checks of one command, over its rounds."""
-    out, apart, readings = [], [], {}
+    out, apart, readings, warnings = [], [], {}, {}
     for log in group:
         parsed = running.parsed(run.directory, log)
         base = dict(tool=parsed.tool, log=log.log, imported=log.imported, version=parsed.version)
+        if other := _other_device(run, log):
+            out.append(Check(name=log.name, status=SKIP, reason=other, **base))
+            continue
+        warnings[log.log] = parsed.warnings
         if parsed.status:
             out.append(Check(name=log.name, status=parsed.status, reason=parsed.reason, **base))
         elif log.exit_status:
             why = f"its log is whole, and yet it ended with exit status {log.exit_status}"
             out.append(Check(name=log.name, status=WARN, reason=why, **base))
         elif not parsed.records:
-            why = "; ".join(["it is whole, and holds no figure that is compared", *parsed.warnings[:1]])
+            why = "it is whole, and holds no figure that is compared"
             out.append(Check(name=log.name, status=SKIP, reason=why, **base))
         for r in parsed.records:
             status, why = next((f for x in r.flags if (f := _flag(x))), (None, ""))
@@ -101,7 +112,36 @@ def _of_logs(run: LoadedRun, group: Sequence[Log]) -> list[Check]:
         if key in wanted and not repeated:
             check = _compare(run, found, key in first)
             (out if check.matched else apart).append(check)
-    return [*dict.fromkeys(out), *_gathered(apart)]
+    return _warned([*dict.fromkeys(out), *_gathered(apart)], warnings)
+
+
+def _warned(found: Sequence[Check], warnings: dict[str | None, Sequence[str]]) -> list[Check]:
+    """The checks, the first of each log with what its parser warns of. Rounds of a command warn alike, and are one."""
+    out = list(found)
+    for log, texts in warnings.items():
+        at = next((i for i, c in enumerate(out) if c.log == log), None)
+        if at is not None:
+            more = "".join(f"; the log: {' '.join(text.split())}" for text in texts[:2])
+            out[at] = replace(out[at], reason=out[at].reason + more)
+    return out
+
+
+def _other_device(run: LoadedRun, log: Log) -> str | None:
+    """Why an imported log is of another device, by the names of known devices in it; None where nothing says so."""
+    if not log.imported:
+        return None
+    # names stand in one line, and in JSON in one text; none is long
+    pieces = {piece[:LONGEST_NAME] for piece in re.split(r'[\n"]', running.kept_text(run.directory, log) or "")}
+    named = [t["name"] for t in run.config["targets"] if any(_names(t, piece) for piece in pieces)]
+    mine = run.selection.found_profile.name if run.selection.found_profile else run.found.raw_name
+    if not named or mine in named:
+        return None
+    return f"its log names {', '.join(named)}, {mine} was measured"
+
+
+def _names(target: dict[str, Any], piece: str) -> bool:
+    exclude = target["exclude"]
+    return bool(re.search(target["match"], piece, re.I)) and not (exclude and re.search(exclude, piece, re.I))
 
 
 def _flag(text: str) -> tuple[str, str] | None:
@@ -195,12 +235,36 @@ def _compare(run: LoadedRun, found: Sequence[tuple[Log, tools.Parsed, Record]], 
     ours = _in_statistic(matching, statistic)
     ratio = (between and _paired(run, found, scale, wrong)) or derive.quotient(ours, theirs)
     limit = run.config.threshold(LIMITS[r.family], run.kind)
-    status, reason = judge(ours, theirs, ratio, limit, run.kind)
+    noisy = _noisy(run, r.family, [lg for lg, _, _ in found] if between else None, matching[0])
+    status, reason = _excused(*judge(ours, theirs, ratio, limit, run.kind), noisy, run.kind)
     if not between and not log.imported:
         reason += "; ours was not measured again around it"
     return Check(
-        status=status, reason=reason, ours=ours, ours_case=matching[0].case, ratio=ratio, limit_pct=limit, **base
+        status=status, reason=reason, ours=ours, ours_case=matching[0].case, ratio=ratio, limit_pct=limit, noisy=noisy,
+        interleaved=between, **base,
+    )  # fmt: skip
+
+
+def _noisy(run: LoadedRun, family: str, around: Sequence[Log] | None, ours: Record) -> bool:
+    """Whether our row is flagged NOISY, by the records and the anchors of each file it came from: those from around the
+    executions, or the run's own."""
+    files = [run.records(family)] if around is None else [f.records for f in _files_around(run, family, around)]
+    return any(
+        flag.startswith("NOISY")
+        for items in files
+        for row in derive.rows(items, run.config, run.kind)
+        if (row.role, row.case) == (ours.role, ours.case)
+        for flag in row.flags
     )
+
+
+def _excused(status: str, reason: str, noisy: bool, kind: str) -> tuple[str, str]:
+    """What a row that is too slow, or faster than can be explained, becomes; any other stays."""
+    if kind == "cpu":
+        return (WARN_CPU if status in (FAIL, WARN) else status), reason
+    if status == FAIL and noisy:
+        return INSUFFICIENT, f"{reason}; other work or a moving clock disturbed ours"
+    return status, reason
 
 
 def _paired(run: LoadedRun, found: Sequence[tuple[Log, tools.Parsed, Record]], scale: float, wrong: set) -> Estimate | None:
@@ -227,9 +291,12 @@ def _base_unit(r: Record) -> str:
 
 def _around(run: LoadedRun, family: str, logs: Iterable[Log]) -> list[Record]:
     """Our records from around those executions, those between two of them once; `iteration` counts the processes."""
+    return [replace(x, iteration=i) for i, f in enumerate(_files_around(run, family, logs)) for x in f.records]
+
+
+def _files_around(run: LoadedRun, family: str, logs: Iterable[Log]) -> list[RecordFile]:
     names = dict.fromkeys(name for log in logs for name in log.ours)
-    files = [f for f in running.ours(run.directory, names) if f.run.family == family]
-    return [replace(x, iteration=i) for i, f in enumerate(files) for x in f.records]
+    return [f for f in running.ours(run.directory, names) if f.run.family == family]
 
 
 def judge(ours: Estimate, theirs: Estimate, ratio: Estimate, limit_pct: float, kind: str) -> tuple[str, str]:
@@ -333,6 +400,8 @@ def _copies(p: dict[str, Any], timed: Sequence[Record], run: LoadedRun) -> tuple
         return [], f"it ran on {p['threads']} threads, ours on {threads}"
     size, llc = p.get("buffer_bytes"), told.get("llc_bytes") or 0
     if size is None:
+        if op not in ACROSS:
+            return [], "its size is not told, so it may stay in the caches"
         return _one_case(_largest(mine)), ""
     if op not in ACROSS and STREAMS[p["op"]] * size < 0.99 * COLD_FACTOR * llc:  # a tool may round a size down
         return [], f"its buffers of {size / 2**20:.4g} MiB may stay in the caches ({llc / 2**20:.4g} MiB), ours do not"
@@ -357,7 +426,7 @@ def _one_case(items: Sequence[Record]) -> list[Record]:
 
 
 def _in_statistic(items: Sequence[Record], statistic: str) -> Estimate:
-    """Our rate in the tool's statistic: of block medians, of block means, or of the best sample of each process.
+    """Our rate in the tool's statistic: of block medians, of block means, or of the best sample of each block.
 
     A mean is work over time; a tool's interval is the mean of a stretch of calls, and so is a block's.
     """
@@ -366,10 +435,7 @@ def _in_statistic(items: Sequence[Record], statistic: str) -> Estimate:
         work = (x.flop if x.family == "compute" else x.bytes_moved) * x.calls_per_sample
         blocks.setdefault((x.iteration, x.block), []).extend((work, s) for s in x.samples_s if s > 0)
     if statistic == "best":
-        best: dict[int, float] = {}
-        for (process, _), samples in blocks.items():
-            best[process] = max(best.get(process, 0.0), *(work / s for work, s in samples))
-        return estimate([rate] for rate in best.values())
+        return estimate([max(work / s for work, s in b)] for b in blocks.values())
     if statistic in ("mean", "interval"):
         return estimate([sum(work for work, _ in b) / sum(s for _, s in b)] for b in blocks.values())
     return estimate([work / s for work, s in b] for b in blocks.values())
@@ -385,6 +451,7 @@ def to_json(found: Sequence[Check]) -> list[dict[str, Any]]:
             "tool": c.tool, "name": c.name, "status": c.status, "reason": c.reason, "unit": c.unit, "statistic": c.statistic,
             "theirs": numbers(c.theirs), "ours": numbers(c.ours), "ours_case": c.ours_case, "ratio": numbers(c.ratio),
             "limit_pct": c.limit_pct, "log": c.log, "imported": c.imported, "version": c.version,
+            "interleaved": c.interleaved, "noisy": c.noisy,
         }
         for c in found
     ]  # fmt: skip

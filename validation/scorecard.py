@@ -21,7 +21,7 @@ from escher_kernels.statistics import Estimate
 from validation import artefacts, compare, crosscheck, derive, memory, plausibility, roofline
 from validation.artefacts import Artefacts
 from validation.derive import LoadedRun, Row
-from validation.tools import UNSUPPORTED
+from validation.tools import UNPARSED, UNSUPPORTED
 
 PASS, NA, WARN, WARN_CPU, SKIP = "PASS", "N/A", "WARN", "WARN_CPU", "SKIP"
 INSUFFICIENT, INCOMPLETE, FAIL, INVALID = "INSUFFICIENT", "INCOMPLETE", "FAIL", "INVALID"
@@ -705,10 +705,16 @@ def _sc9(run: LoadedRun, base: Criterion) -> Criterion:
     figures = [Figure("matched rows", len(matched), "count")]
     figures += [Figure.of(f"ours over {c.tool}: {c.name}", c.ratio, "ratio") for c in matched[:6]]
     base = replace(base, figures=tuple(figures), limits=tuple(limit(run, n) for n in names))
-    told = [_told(run, c) for c in found if c.status in (FAIL, WARN) or (c.matched and c.status != PASS)]
-    if told:
-        told.sort(key=lambda t: STATUSES.index(t[0]))
-        return replace(base, status=told[0][0], reason=_some([text for _, text in told]))
+    told = [c for c in found if c.status == FAIL or (c.matched and c.status != PASS)]
+    told.sort(key=lambda c: STATUSES.index(c.status))
+    odd = [c for c in found if not c.matched and c.status in (INVALID, INCOMPLETE, UNPARSED, WARN)]
+    if told or (odd and matched) or any(c.status == WARN for c in odd):
+        # what is wrong with a tool is not the device's, so it is never NO-GO; but it is said
+        status = told[0].status if told else WARN_CPU if matched and run.kind == "cpu" else WARN
+        words = [f"{c.tool}, {c.name}: {c.reason}" for c in told]
+        words += [f"{c.tool}, {c.name}: {c.reason} ({c.status})" for c in odd]
+        evidence = tuple(_disagreement(c) for c in told if c.matched)
+        return replace(base, status=status, reason=_some(words), evidence=evidence)
     if not matched:
         if not found:
             why = "no outside tool was run; escher validate RUN runs what is installed, --import takes logs"
@@ -720,15 +726,17 @@ def _sc9(run: LoadedRun, base: Criterion) -> Criterion:
     return replace(base, status=PASS, reason=f"{len(matched)} matched rows agree with {with_whom}")
 
 
-def _told(run: LoadedRun, c: crosscheck.Check) -> tuple[str, str]:
-    """(status, sentence) of a check that does not agree: a tool's own failure stands, a speed is excused as any other."""
-    status, more = c.status, ""
-    if c.matched:
-        family = "compute" if c.unit == "FLOP/s" else "bandwidth"
-        rows = derive.rows(run.records(family), run.config, run.kind) if c.imported else ()  # else ours was timed beside it
-        noisy = any(_noisy(r) for r in rows if r.case == c.ours_case)
-        status, more = missed(run, status, noisy, family)
-    return status, f"{c.tool}, {c.name}: {c.reason}{more}"
+def _disagreement(c: crosscheck.Check) -> str:
+    """The evidence of a matched row that does not agree, in base units."""
+    def figure(e: Estimate | None) -> str:
+        return f"{e.median:.5g} {c.unit} ({e.lo:.5g} to {e.hi:.5g})" if e else "unknown"
+
+    how = "imported" if c.imported else "interleaved" if c.interleaved else "not interleaved"
+    noise = "ours is NOISY" if c.noisy else "ours is not NOISY"
+    return (
+        f"{c.tool}, {c.name}: our {c.ours_case} {figure(c.ours)}, theirs {figure(c.theirs)}, statistic {c.statistic}, "
+        f"log {c.log}, {how}, {noise}"
+    )
 
 
 def _sc11(run: LoadedRun, base: Criterion) -> Criterion:

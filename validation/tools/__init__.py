@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from escher_kernels.records import Record
 
 MODULES = ("rvs", "transferbench", "rocm_bw", "rccl", "nvbandwidth", "host_stream")
@@ -190,13 +192,70 @@ def redact(text: str) -> str:
 
     Figures stay as they are, and a second time changes nothing.
     """
-    for pattern, replacement in _REDACTIONS:
-        text = pattern.sub(replacement, text)
+    for _ in range(4):  # what one pattern leaves may be what another looks for
+        before = text
+        for pattern, replacement in _REDACTIONS:
+            text = pattern.sub(replacement, text)
+        if text == before:
+            break
     return text
+
+
+def redact_config(text: str) -> str:
+    """A configuration as it may be kept. What was YAML still is: where a secret took a bracket of the text along, it is
+    written anew."""
+    kept = _bare(text)
+    if (data := _yaml(text)) is not None and _yaml(kept) is None:
+        kept = yaml.safe_dump(_redacted(data, {}), sort_keys=False)
+    return kept
+
+
+def _bare(text: str) -> str:
+    return redact(text).replace("[redacted]", "redacted")  # in YAML a bracket would begin a list
+
+
+def _yaml(text: str) -> Any:
+    """What YAML holds; None where it is none."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+
+
+def _redacted(node: Any, done: dict[int, Any]) -> Any:
+    """The same, redacted. `done`: parts that are there already, by their id, since YAML may refer to one twice."""
+    if isinstance(node, str):
+        return _bare(node)
+    if id(node) in done or not isinstance(node, (dict, list)):
+        return done.get(id(node), node)
+    out = done[id(node)] = type(node)()
+    if isinstance(node, list):
+        out.extend(_redacted(item, done) for item in node)
+    else:
+        secret = {key for key in node if _bare(f"{key}: x") != f"{key}: x"}
+        out.update((key, "redacted" if key in secret else _redacted(value, done)) for key, value in node.items())
+    return out
+
+
+def redact_arguments(argv: Sequence[str]) -> tuple[str, ...]:
+    """A command line as it may be kept: a secret may stand in the argument after the one that names it."""
+    out = []
+    for before, argument in zip(["", *argv], argv, strict=False):
+        _, found, after = redact(f"{before} {argument}").partition(f"{before} ")
+        out.append(after if found and before.startswith("-") else redact(argument))
+    return tuple(out)
 
 
 def module(name: str) -> ModuleType:
     return importlib.import_module(f"validation.tools.{name}")
+
+
+def is_configuration(text: str) -> bool:
+    """Whether this is what a tool is told, YAML with a list of actions, and not what it says."""
+    if not re.search(r"(?m)^[{ \t]*[\"']?actions[\"']?[ \t]*:", text):  # reading a long log as YAML takes minutes
+        return False
+    data = _yaml(text)
+    return isinstance(data, dict) and isinstance(data.get("actions"), list)
 
 
 def recognise(text: str) -> str | None:

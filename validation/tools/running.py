@@ -37,6 +37,7 @@ from validation.tools import Command, Parsed, Place
 
 ROCM_BIN = "/opt/rocm/bin"
 ROUNDS = {"cpu": 3, "gpu": 1}  # how often theirs runs between ours
+SIZE_ARGUMENTS = {"nvbandwidth": ("-b", 2**20)}  # whose logs do not tell the size that our own command asked for
 LARGEST_LOG_BYTES = 16 * 2**20
 OURS_TIMEOUT_S = 900
 KILLED_S = 10  # how long a killed process may take to be gone
@@ -114,7 +115,7 @@ def parsed(run_dir: Path, log: Log) -> Parsed:
         data = path.read_bytes()
     except OSError as exc:
         return Parsed(log.tool, status=tools.UNPARSED, reason=f"{path.name} cannot be read: {exc.strerror or exc}")
-    found = tools.read(data, log.config)
+    found = _sized(tools.read(data, log.config), log)
     if found.tool == "unknown" and not log.imported:  # we know what was run
         last = [line.strip() for line in tools.clean(data).split("\n") if line.strip()][-1:]
         why = f"its output was not understood, the last line is {last[0][:200]!r}" if last else "it printed nothing"
@@ -126,6 +127,24 @@ def parsed(run_dir: Path, log: Log) -> Parsed:
         if log.exit_status and found.status:
             return replace(found, reason=f"{found.reason}; it ended with exit status {log.exit_status}")
     return found
+
+
+def _sized(found: Parsed, log: Log) -> Parsed:
+    """With the size of the buffers where our own command line alone tells it."""
+    flag, unit = SIZE_ARGUMENTS.get(found.tool, ("", 1))
+    value = next((b for a, b in zip(log.argv, log.argv[1:], strict=False) if a == flag), "")
+    if log.imported or not re.fullmatch("[0-9]{1,9}", value):
+        return found
+    size = {"buffer_bytes": int(value) * unit}
+    return replace(found, records=tuple(replace(r, params={**size, **r.params}) for r in found.records))
+
+
+def kept_text(run_dir: Path, log: Log) -> str | None:
+    """A kept log as it stands; None where there is none, or it cannot be read."""
+    try:
+        return (folder(run_dir) / log.log).read_text(encoding="utf-8", errors="replace") if log.log else None
+    except OSError:
+        return None
 
 
 def ours(run_dir: Path, names: Iterable[str]) -> list[RecordFile]:
@@ -156,9 +175,10 @@ def place(run: LoadedRun, plateau_bytes: int | None) -> Place:
 
 
 def import_files(run_dir: Path, files: Sequence[Path], say: Callable[[str], None]) -> None:
-    """Keep logs made elsewhere, each once. RecordError, before any is kept, for one that cannot be read; what is in it is
-    judged later."""
-    texts = []
+    """Keep logs made elsewhere, each once; what is in them is judged later. A file that is a configuration goes with the
+    logs of the tools that take one. RecordError, before anything is kept, for a file that cannot be read, or a
+    configuration of which it cannot be told what was made with it."""
+    texts, configs = [], []
     for path in map(Path, files):
         try:
             with open(path, "rb") as source:
@@ -168,25 +188,32 @@ def import_files(run_dir: Path, files: Sequence[Path], say: Callable[[str], None
             raise RecordError(f"{path}: cannot be read: {exc.strerror or exc}") from None
         if len(data) > LARGEST_LOG_BYTES:
             raise RecordError(f"{path}: larger than {LARGEST_LOG_BYTES // 2**20} MiB; import the tool's own output alone")
-        texts.append((path, tools.redact(tools.clean(data)), made))
-    there = {log.log: _text(folder(run_dir) / log.log) for log in logs(run_dir) if log.imported and log.log}
-    for path, text, made in texts:
-        tool = tools.recognise(text) or "unknown"
-        if known := next((name for name, other in there.items() if other == text), None):
-            say(f"{path.name}: the same log is there already ({known})")
+        content = tools.clean(data)
+        if tools.is_configuration(content):
+            configs.append((path.name, tools.redact_config(content)))
+        else:
+            content = tools.redact(content)
+            texts.append((path, content, made, tools.recognise(content) or "unknown"))
+    if len(configs) > 1:
+        raise RecordError(f"{configs[0][0]} and {configs[1][0]} are two configurations; import each with its own logs")
+    if configs and not any(tool in tools.TAKES_CONFIG for *_, tool in texts):
+        raise RecordError(f"{configs[0][0]} is a configuration; give the log that was made with it too")
+    there = [(log, kept_text(run_dir, log)) for log in logs(run_dir) if log.imported and log.log]
+    for name, _ in configs:
+        say(f"{name}: the configuration of the {', '.join(tools.module(t).NAME for t in tools.TAKES_CONFIG)} logs")
+    for path, content, made, tool in texts:
+        config = configs[0][1] if configs and tool in tools.TAKES_CONFIG else None
+        if known := next((log for log, other in there if other == content), None):
+            new = bool(config) and known.config != config
+            say(f"{path.name}: the same log is there already ({known.log})" + (", now with its configuration" if new else ""))
+            if new:
+                write_json_atomic(_description(run_dir, known), asdict(replace(known, config=config)))
             continue
         started = datetime.fromtimestamp(made, UTC).isoformat(timespec="seconds")
         name = "".join(c if c.isalnum() or c in "-_" else "-" for c in path.stem)[:60] or "log"
-        kept = keep(run_dir, text, Log(tool, name, None, started_utc=started, imported=True))
-        there[kept.log] = text
+        kept = keep(run_dir, content, Log(tool, name, None, config=config, started_utc=started, imported=True))
+        there.append((kept, content))
         say(f"{path.name}: {tool}")
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
 
 
 def run_tools(run: LoadedRun, plateau_bytes: int | None, say: Callable[[str], None]) -> None:
@@ -277,9 +304,15 @@ def _run(argv: Sequence[str], timeout_s: float, out: Any, err: Any, **where: Any
 
 
 def keep(run_dir: Path, text: str | None, log: Log) -> Log:
-    """Write a log and its description under the next free number. An existing one is never replaced."""
+    """Write a log and its description under the next free number, redacted. An existing one is never replaced."""
     home = folder(run_dir)
     stem = f"{1 + max((_number(p.name) for p in home.glob('*')), default=0):02d}_{log.name}"
+    log = replace(
+        log,
+        argv=tools.redact_arguments(log.argv),
+        config=log.config and tools.redact_config(log.config),
+        skipped=log.skipped and tools.redact(log.skipped),
+    )
     if text is not None:
         write_text_atomic(home / f"{stem}.log", tools.redact(text))
         log = replace(log, log=f"{stem}.log")

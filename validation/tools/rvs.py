@@ -230,6 +230,7 @@ class _Found:
     babel: dict[str, str] = field(default_factory=dict)  # device -> action, until its table is closed
     babel_action: str = "babel"
     precision: str | None = None
+    array_bytes: int | None = None  # of babel, as it prints it: rounded
     columns: tuple[str, ...] = ()  # of an open table or CSV: which of the two, then what it needs
     rows: set[str] = field(default_factory=set)  # devices in it
 
@@ -370,6 +371,7 @@ MEM_LINE = re.compile(
     rf"{ACTION}mem +(?:(?P<begun>Test 1: Change one bit .*)|(?P<told>\d+ +Memory tests : \d+ tests complete)|Test \d+ : PASS.*)"
 )
 BABEL_START = re.compile(rf"{ACTION}{GPU} +Starting the Babel memory stress test")
+BABEL_SIZE = re.compile(r"Array size: (?P<size>\d{1,12}(?:\.\d{1,6})?) (?P<unit>Mi?B)\b.*")
 BABEL_PRECISION = re.compile(r"(?:Running .*)?Precision: (float|double)")
 BABEL_HEADER = re.compile(
     r"GPU Id +Function +(?P<unit>Mi?B)ytes/sec +"
@@ -581,7 +583,11 @@ def _mem(found: _Found, body: str, level: str) -> bool:
 
 def _babel(found: _Found, body: str, level: str) -> bool:
     if m := BABEL_START.fullmatch(body):
+        if m["action"] != found.babel_action:
+            found.array_bytes = None
         found.babel[m["gpu"]] = found.babel_action = m["action"]
+    elif m := BABEL_SIZE.fullmatch(body):
+        found.array_bytes = round(float(m["size"]) * {"MB": 10**6, "MiB": 2**20}[m["unit"]]) or None
     elif m := BABEL_PRECISION.fullmatch(body):
         found.precision = {"float": "fp32", "double": "fp64"}[m[1]]
     elif m := BABEL_HEADER.fullmatch(body):
@@ -615,6 +621,7 @@ def _babel_row(found: _Found, row: dict[str, str]) -> None:
     elif keys := found.actions.get(action):
         dtype, width = PRECISIONS.get(_whole(keys, "test_type", 1), (None, 0))
         size = (_whole(keys, "array_size", 0) or 0) * width or None
+    size = size or found.array_bytes
     rates = (row["best"], row["min"], row["mean"]) if rest == "rates" else (row["best"], None, None)
     _stream_rates(found, action, gpu, row["function"], unit, rates, dtype, size)
 
