@@ -34,7 +34,7 @@ record_of = st.builds(
     Record, family=st.text(), case=st.text(), role=st.sampled_from(ROLES), params=json_object, backend=maybe(st.text()),
     block=count, samples_s=st.lists(finite, max_size=4).map(tuple), calls_per_sample=st.integers(1, 2**63), flop=maybe(count),
     bytes_moved=maybe(count), cache=st.sampled_from([None, "cold", "warm"]), iteration=count, rank=count,
-    pair_id=maybe(st.text()), order=maybe(count), started_s=maybe(finite), error=maybe(json_object),
+    pair_id=maybe(st.text()), order=maybe(count), started_s=maybe(finite), error=maybe(json_object.map(lambda e: {**e, "ok": True})),
     noise=maybe(json_object), device_state=maybe(json_object), value=maybe(finite), unit=maybe(st.text()),
     reported=maybe(json_object), skipped=maybe(st.text()), flags=st.lists(st.text(), max_size=2).map(tuple),
     source=st.text(),
