@@ -400,3 +400,22 @@ def test_the_page_of_outside_tools(sample_copy):
 def test_figures_in_a_readers_units(value, unit, text):
     shown = verdict.figure(value, unit).replace("\N{NO-BREAK SPACE}", " ")
     assert re.sub(r"\.0+(?= |$)", "", shown) == text or shown == text
+
+
+def test_variability_makes_its_runs_and_keeps_what_it_found(tmp_path, escher, monkeypatch):
+    """Three runs are made, one after the other; one that does not finish ends it."""
+    made = []
+
+    def measure(**options):
+        made.append(as_run(MI355X, tmp_path / f"run-{len(made)}", 1 + 0.001 * len(made)))
+        (made[-1] / "variability.json").unlink()
+        fate = {"status": "died" if options["families"] == "bad" else "ok"}
+        return made[-1], {"compute": fate}, runner.Console(None)
+
+    monkeypatch.setattr(cli, "_measure", measure)
+    status, out, err = escher("variability", "--runs", 3)
+    assert status == 0 and len(made) == 3 and "SC-8 PASS" in err and "| 3 |" in out
+    kept = [compare.read_summary(records.read_json(d / "variability.json")) for d in made]
+    assert [p.run_id for p in kept[0].processes] == ["run-0", "run-1", "run-2"] and kept[0] == kept[1] == kept[2]
+    status, _, err = escher("variability", "--runs", 3, "--families", "bad")
+    assert status == 1 and len(made) == 4 and "run 1: compute did not finish" in err
