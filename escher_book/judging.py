@@ -88,6 +88,7 @@ def set_baseline(paths: Sequence[Path], root: Path | None, console: Console) -> 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+        aside = work.with_name(f"{work.name}.before")  # the old one goes once the new one stands
         try:
             for run in runs:
                 for name in RAW:
@@ -98,14 +99,15 @@ def set_baseline(paths: Sequence[Path], root: Path | None, console: Console) -> 
                         (work / run.info["run_id"]).mkdir(exist_ok=True)
                         shutil.copyfile(source, work / run.info["run_id"] / name)
             os.chmod(work, 0o755)
-            aside = work.with_name(f"{work.name}.before")  # the old one goes once the new one stands
             if target.is_dir():
                 console(f"in place of: {', '.join(sorted(p.name for p in target.iterdir()))}")
                 os.rename(target, aside)
             os.rename(work, target)
-            shutil.rmtree(aside, ignore_errors=True)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if aside.is_dir() and not target.exists():
+                os.rename(aside, target)
+            for left_over in (work, aside):
+                shutil.rmtree(left_over, ignore_errors=True)
     except OSError as exc:
         raise RunError(write_failed(target, exc)) from None
     console(f"baseline of {len(runs)} {'run' if len(runs) == 1 else 'runs'}: {target}")

@@ -28,7 +28,7 @@ from validation.derive import LoadedRun
 from validation.scorecard import Scorecard
 
 REPLAY_TIMEOUT_S = 300
-BASELINES = "baselines"  # beside the runs: <workload>-<target>/<run>/
+BASELINES = "baselines"  # beside the runs: <workload>-<target>-<kind>/<run>/
 ENDED = {
     "failed": "This notebook failed",
     "timeout": "This notebook ran out of time",
@@ -105,8 +105,8 @@ def write_judgement(run: LoadedRun, card: Scorecard) -> list[crosscheck.Check]:
     """scorecard.{json,md} and validation.{json,md}. Returns the checks against outside tools."""
     try:
         checks = crosscheck.checks(run)
-    except RecordError:
-        checks = []  # SC-9 says why
+    except RecordError as exc:
+        checks = [crosscheck.Check("raw/tools", "the kept logs", crosscheck.INCOMPLETE, str(exc))]
     write_json_atomic(run.directory / "scorecard.json", scorecard.to_json(card))
     write_text_atomic(run.directory / "scorecard.md", verdict.scorecard_page(run, card, markdown=True))
     write_json_atomic(run.directory / "validation.json", crosscheck.to_json(checks))
@@ -140,13 +140,15 @@ def baseline_folders(run: LoadedRun, root: Path | None = None) -> list[Path]:
     return [r / BASELINES / name for r in dict.fromkeys(roots)]
 
 
-def spread(run: LoadedRun) -> compare.Variability | None:
-    """The variability that was kept in the run, if any that can be used."""
+def spread(run: LoadedRun) -> compare.Variability | str:
+    """The variability that was kept in the run; why there is none to show, as a sentence."""
     path = run.directory / scorecard.VARIABILITY
+    if not path.is_file():
+        return "One run alone: escher variability --runs 3 makes more."
     try:
-        return compare.read_summary(read_json(path), str(path)) if path.is_file() else None
-    except (RecordError, compare.CompareError):
-        return None  # SC-8 says why
+        return compare.read_summary(read_json(path), str(path))
+    except (RecordError, compare.CompareError) as exc:
+        return f"Not shown: {exc}."
 
 
 def judge_and_write(run: LoadedRun) -> tuple[Scorecard, list[crosscheck.Check]]:

@@ -399,7 +399,7 @@ def variability_table(found: Variability) -> Table:
     return Table("variability", f"{len(found.processes)} fresh-process runs", columns, found.spreads, raw)
 
 
-def comparison_page(run: LoadedRun, found: Comparison | str, spread: Variability | None) -> str:
+def comparison_page(run: LoadedRun, found: Comparison | str, spread: Variability | str) -> str:
     """Against the baseline, or why there is none; how far runs differ; the run against itself."""
     parts = [
         f"# {escape('Against the baseline: ' + findings.machine_name(run))}",
@@ -410,7 +410,7 @@ def comparison_page(run: LoadedRun, found: Comparison | str, spread: Variability
         parts += [admonition("warning", line) for line in found.missing]
         parts += [t.to_html() for t in comparison_tables(found)]
     parts += ["## How far runs differ"]
-    parts += [variability_table(spread).to_html()] if spread else ["One run alone: `escher variability --runs 3` makes more."]
+    parts += [escape(spread) if isinstance(spread, str) else variability_table(spread).to_html()]
     parts += ["## This run against itself", noise_table(run).to_html(), HOW_TO_COMPARE]
     return "\n\n".join(parts) + "\n"
 

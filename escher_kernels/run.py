@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from escher_kernels import METHOD, environment, targets, workload
-from escher_kernels.records import Run, Writer, read_json, write_json_atomic
+from escher_kernels.records import Record, Run, Writer, read_json, write_json_atomic
 from escher_kernels.timing import BUDGETS, CpuTimer, GpuTimer, Machine, Progress, Session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,7 +184,7 @@ def measure_family(
     """Measure one family and write its records. Returns the path of the file.
 
     `profile`: the device profile the caller expects (its JSON); ValueError if this process finds another one. `only`:
-    names of the cases to measure.
+    names of the cases to measure; ValueError, after the others were measured, where one never came.
 
     Raises RecordError where the file exists or cannot be written, and what `plan` raises. A case that cannot run is a
     record with its reason, never an exception.
@@ -232,11 +232,18 @@ def measure_family(
         argv=["notebook"] if "ipykernel" in sys.modules else [Path(sys.argv[0]).name, *sys.argv[1:]],
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    path = records_path(run_dir, family)
+    path, seen = records_path(run_dir, family), set()
     with Writer(path, run) as out:
         timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
         budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
-        session = Session(family, timer, out.write, budget, threads, progress, iteration=iteration, only=only)
+
+        def write(record: Record) -> None:
+            out.write(record)
+            seen.add(record.case)
+
+        session = Session(family, timer, write, budget, threads, progress, iteration=iteration, only=only)
         importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
         progress(f"done, {out.count} records")
+    if missing := [name for name in only or () if name not in seen]:
+        raise ValueError(f"family {family} measured no case {missing[0]!r}; the names stand in its records and tables")
     return path

@@ -4,13 +4,15 @@ import copy
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from escher_kernels import environment, timing, workload
+from escher_kernels import environment, records, timing, workload
 from escher_kernels.environment import (
     caches,
     checks,
@@ -395,3 +397,13 @@ def test_only_a_gpu_has_event_rows():
     assert {c.name for c in environment.cases("gpu")} - {c.name for c in environment.cases("cpu")} == {
         "event.empty_pair"
     }
+
+
+def test_named_cases_alone_are_measured_and_one_that_never_came_is_told(tmp_path):
+    command = [sys.executable, "-m", "escher_kernels", "environment", "--run", str(tmp_path), "--device", "cpu",
+               "--budget", "quick", "--only", "clock.read", "clock.raed"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: family environment measured no case 'clock.raed'" in done.stderr
+    [path] = (tmp_path / "records").iterdir()
+    assert {r.case for r in records.read(path).records} == {"clock.read"}

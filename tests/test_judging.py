@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_a_damaged_file_beside_costs_its_criterion_alone(sample_copy, escher, na
     card = records.read_json(run_dir / "scorecard.json")
     [told] = [c for c in card["criteria"] if c["sc"] == sc]
     assert told["status"] == "INCOMPLETE" and words in told["reason"], (told, out, err)
+    if sc in ("SC-8", "SC-9"):  # and no page says that there is nothing
+        page = verdict.comparison_page if sc == "SC-8" else verdict.validation_page
+        run = derive.load(run_dir)
+        told_there = page(run, "", report.spread(run)) if sc == "SC-8" else (run_dir / "validation.md").read_text("utf-8")
+        assert words in told_there.replace("\\", "") and "One run alone" not in told_there
+        assert "No outside tool was run" not in told_there
     assert {c["status"] for c in card["criteria"] if c["sc"] in ("SC-1", "SC-2", "SC-3", "SC-4", "SC-6")} == {"PASS"}
     assert status == (1 if sc == "SC-5" else 0)
 
@@ -256,6 +263,23 @@ def test_a_baseline_is_kept_and_compared_with(three, escher, tmp_path):
     assert [p.name for p in home.iterdir()] == ["base-1"] and list(home.parent.iterdir()) == [home]
     status, _, err = escher("compare", three / "base-1", "--results-dir", tmp_path)
     assert status == 2 and "base-1 stands on both sides" in err
+
+
+def test_a_baseline_that_cannot_be_replaced_stays(three, tmp_path, monkeypatch):
+    judging.set_baseline([three], tmp_path, runner.Console(None))
+    [home] = (tmp_path / "baselines").iterdir()
+    rename = os.rename
+
+    def refuse(source, target):
+        if Path(target) == home and not Path(source).name.endswith(".before"):
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(runner.RunError, match="the disk is full"):
+        judging.set_baseline([three / "base-1"], tmp_path, runner.Console(None))
+    assert list((tmp_path / "baselines").iterdir()) == [home]
+    assert sorted(p.name for p in home.iterdir()) == ["base-0", "base-1", "base-2"]
 
 
 def test_unlike_runs_are_refused_by_name_and_shown_across(escher, sample_copy):

@@ -552,6 +552,17 @@ def test_this_host_can_be_asked():
     assert {"cpu_s", "wall_s"} <= set(found) and all(v >= 0 for v in found.values())
 
 
+def test_a_session_may_be_limited_to_named_cases():
+    h = Harness()
+    h.session.only = ("b", "gone")
+    called = []
+    h.session.run_blocks([h.item("b", 0.01), Prepared(Case("a"), call=called.append)])
+    h.session.skip(Case("a"), "no memory")
+    h.session.skip(Case("gone"), "no memory")
+    assert not called and {r.case for r in h.records} == {"b", "gone"}
+    assert h.session.quick_rate(h.item("a", 0.01)) is None and len(h.of("b")) >= h.session.budget.blocks
+
+
 def test_records_are_written_as_they_come():
     h = Harness()
     seen = []

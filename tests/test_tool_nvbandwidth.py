@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_damage import check, damaged, figures, logs
+from tool_damage import check, check_fixture, damaged, figures, logs
 
 from validation import tools
 from validation.tools import (
@@ -58,14 +58,7 @@ def test_every_fixture_is_expected():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_readings(name):
-    status, count, some = EXPECTED[name]
-    parsed = check(nvbandwidth, LOGS[name])
-    assert (parsed.status, len(parsed.records), parsed.rejected_lines) == (status, count, 0)
-    assert not [reading for reading in some if reading not in figures(parsed)]
-    assert not any(r.flags for r in parsed.records)
-    assert figures(nvbandwidth.parse(tools.redact(LOGS[name]))) == figures(parsed)  # as it is kept
-    assert nvbandwidth.recognises(LOGS[name])
-    assert not transferbench.recognises(LOGS[name]) and not rocm_bw.recognises(LOGS[name])
+    check_fixture(nvbandwidth, (rocm_bw, transferbench), LOGS[name], EXPECTED[name])
 
 
 @pytest.mark.parametrize("name, version, words", [

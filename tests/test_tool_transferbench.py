@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_damage import check, damaged, figures, logs
+from tool_damage import check, check_fixture, damaged, figures, logs
 
 from validation import tools
 from validation.tools import (
@@ -65,14 +65,7 @@ def test_every_fixture_is_expected():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_readings(name):
-    status, count, some = EXPECTED[name]
-    parsed = check(transferbench, LOGS[name])
-    assert (parsed.status, len(parsed.records), parsed.rejected_lines) == (status, count, 0)
-    assert not [reading for reading in some if reading not in figures(parsed)]
-    assert not any(r.flags for r in parsed.records)
-    assert figures(transferbench.parse(tools.redact(LOGS[name]))) == figures(parsed)  # as it is kept
-    assert transferbench.recognises(LOGS[name])
-    assert not rocm_bw.recognises(LOGS[name]) and not nvbandwidth.recognises(LOGS[name])
+    check_fixture(transferbench, (nvbandwidth, rocm_bw), LOGS[name], EXPECTED[name])
 
 
 def test_what_is_known_of_a_reading():

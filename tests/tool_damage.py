@@ -62,6 +62,17 @@ def check(module: ModuleType, text: str) -> tools.Parsed:
     return parsed
 
 
+def check_fixture(module: ModuleType, others: tuple[ModuleType, ...], text: str, expected: tuple) -> None:
+    """A whole log gives what is expected (status, how many readings, some of them), redacted too; others leave it alone."""
+    status, count, some = expected
+    parsed = check(module, text)
+    assert (parsed.status, len(parsed.records), parsed.rejected_lines) == (status, count, 0)
+    assert not [reading for reading in some if reading not in figures(parsed)]
+    assert not any(r.flags for r in parsed.records)
+    assert figures(module.parse(tools.redact(text))) == figures(parsed)  # as it is kept
+    assert module.recognises(text) and not any(other.recognises(text) for other in others)
+
+
 def figures(parsed: tools.Parsed) -> list[tuple]:
     """The readings as plain tuples: case, op, source, destination, figure, statistic."""
     return [

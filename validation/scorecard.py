@@ -1,9 +1,9 @@
 """The scorecard: SC-0 to SC-12, each PASS or why not, and one verdict. Reads records and thresholds, measures nothing.
 
 A speed criterion is judged by its whole interval: wholly good PASS, wholly bad FAIL, straddling INSUFFICIENT. A miss
-while other work disturbed the measurement is INSUFFICIENT on a GPU, unless its telemetry shows the device throttling:
-that is the device's own doing. On a CPU host a missed speed is WARN_CPU. Correctness is judged regardless. Every
-threshold comes from the configuration with its source and date.
+while other work disturbed the measurement is INSUFFICIENT on a GPU, unless telemetry saw the device throttle for heat in
+the windows of that row: that is the device's own doing. On a CPU host a missed speed is WARN_CPU. Correctness is judged
+regardless. Every threshold comes from the configuration with its source and date.
 """
 
 from __future__ import annotations
@@ -185,24 +185,20 @@ def _how(family: str, end: dict[str, Any]) -> str:
 
 
 def _verdict(run: LoadedRun, criteria: tuple[Criterion, ...], found: tuple) -> Scorecard:
-    def named(*wanted: str, gating_only: bool = False) -> list[str]:
-        order = sorted((c for c in criteria if c.status in wanted and (c.gating or not gating_only)),
-                       key=lambda c: STATUSES.index(c.status))  # fmt: skip
+    def named(*wanted: str, among: Iterable[Criterion] = criteria) -> list[str]:
+        order = sorted((c for c in among if c.status in wanted), key=lambda c: STATUSES.index(c.status))
         return [f"{c.sc} {c.title}: {c.status}, {c.reason}" for c in order]
-
-    def _told(c: Criterion, status: str) -> list[str]:
-        return [f"{c.sc} {c.title}: {c.status}, {c.reason}"] if c.status == status else []
 
     judged = {TITLES[number][2] for number in JUDGES}
     orphans = [i.reason for i in found if i.level == plausibility.INVALID and i.family not in judged]
     bad = named(INVALID) + [f"Plausibility: {INVALID}, {reason}" for reason in orphans] + named(FAIL)
-    unfinished = [text for c in criteria if c.gating or c.family for text in _told(c, INCOMPLETE)]
+    unfinished = named(INCOMPLETE, among=[c for c in criteria if c.gating or c.family])
     listed = {c.family for c in criteria if c.status == INCOMPLETE}
     for family in dict.fromkeys([*(run.info.get("families") or run.status), *run.unreadable]):
         if family not in listed and not family.endswith(".json") and (end := _unfinished(run, family)):
             unfinished.append(end)
     unfinished += [why for name, why in run.unreadable.items() if name.endswith(".json")]
-    open_ = named(INSUFFICIENT, WARN, SKIP, gating_only=True)
+    open_ = named(INSUFFICIENT, WARN, SKIP, among=[c for c in criteria if c.gating])
     if bad:
         return Scorecard(criteria, found, NO_GO, tuple(bad + unfinished + open_), 1, 1)
     if unfinished:
@@ -212,14 +208,12 @@ def _verdict(run: LoadedRun, criteria: tuple[Criterion, ...], found: tuple) -> S
     return Scorecard(criteria, found, GO, (), 0, 0)
 
 
-
-
 # ---- what every criterion uses ----
 
 
-def limit(run: LoadedRun, name: str, factor: float = 1.0, unit: str | None = None) -> Limit:
+def limit(run: LoadedRun, name: str, factor: float = 1.0) -> Limit:
     entry = run.config["thresholds"][name]
-    return Limit(name, run.config.threshold(name, run.kind) * factor, unit or entry["unit"], entry["source"], entry["date"])
+    return Limit(name, run.config.threshold(name, run.kind) * factor, entry["unit"], entry["source"], entry["date"])
 
 
 def _few(run: LoadedRun, value: Estimate) -> bool:

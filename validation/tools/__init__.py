@@ -21,8 +21,8 @@ import codecs
 import importlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +40,8 @@ UNITS = {
 }  # fmt: skip
 
 UNPARSED, INCOMPLETE, UNSUPPORTED, FAIL, INVALID = "UNPARSED", "INCOMPLETE", "UNSUPPORTED", "FAIL", "INVALID"
+GRAVEST = (FAIL, INVALID, UNSUPPORTED, INCOMPLETE, UNPARSED)  # of several statuses of a log the first is its own
+Found = dict[str, list[str]]  # statuses with what was found in a log that calls for them
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,24 @@ def reading(
         params={**{k: v for k, v in params.items() if v is not None}, "statistic": statistic},
         reported={"value": value, "unit": unit, "text": text},
     )  # fmt: skip
+
+
+def distinct(records: Iterable[Record]) -> tuple[Record, ...]:
+    """Each reading once: a log kept twice says nothing new."""
+    return tuple({repr((r.case, r.params, r.reported, r.flags)): r for r in records}.values())
+
+
+def flagged(records: Iterable[Record], why: str) -> list[Record]:
+    return [replace(r, flags=(*r.flags, f"{INVALID}: {why}")) for r in records]
+
+
+def conclude(tool: str, records: Iterable[Record], found: Found, **more) -> Parsed:
+    """A `Parsed` with the gravest of the statuses that `found` has reasons for; the reason names all, gravest first."""
+    reasons = [
+        (s, r) for s in GRAVEST for r in dict.fromkeys(found.get(s, ()))
+    ]
+    reason = redact("; ".join(" ".join(r.split()) or "an error without words" for _, r in reasons[:3]))[:400]
+    return Parsed(tool, distinct(records), reasons[0][0] if reasons else None, reason, **more)
 
 
 def base_value(record: Record) -> float:

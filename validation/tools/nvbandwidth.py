@@ -26,13 +26,15 @@ from validation.tools import (
     UNPARSED,
     UNSUPPORTED,
     Command,
+    Found,
     Parsed,
     Place,
     clean,
+    conclude,
+    flagged,
     reading,
     redact,
 )
-from validation.tools.transferbench import Found, conclude, flagged
 
 NAME = "nvbandwidth"
 TOOL = "nvbandwidth"

@@ -24,13 +24,16 @@ from validation.tools import (
     UNPARSED,
     UNSUPPORTED,
     Command,
+    Found,
     Parsed,
     Place,
     clean,
+    conclude,
+    flagged,
     reading,
     transferbench,
 )
-from validation.tools.transferbench import Found, conclude, ends, flagged
+from validation.tools.transferbench import ends
 
 NAME = "rocm_bandwidth_test"
 TOOL = "rocm_bw"

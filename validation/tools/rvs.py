@@ -281,9 +281,8 @@ class _Found:
         self._asked_for()
         if not (self.records or self.issues or self.mem["told"]):
             self.issue(*self._nothing())
-        order = (FAIL, INVALID, UNSUPPORTED, INCOMPLETE, UNPARSED)
-        reasons = {status: [r for s, r in self.issues if s == status] for status in order}
-        first, *others = [status for status in order if reasons[status]] or [None]
+        reasons = {status: [r for s, r in self.issues if s == status] for status in tools.GRAVEST}
+        first, *others = [status for status in tools.GRAVEST if reasons[status]] or [None]
         for status in others:
             self.warn(f"{status}: {_shortly(reasons[status])}")
         return Parsed(

@@ -16,8 +16,8 @@ carries checks of its own (averages, row sums), and a table that fails one is IN
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from escher_kernels.records import Record
 from validation.tools import (
@@ -27,9 +27,12 @@ from validation.tools import (
     UNPARSED,
     UNSUPPORTED,
     Command,
+    Found,
     Parsed,
     Place,
     clean,
+    conclude,
+    flagged,
     reading,
     redact,
 )
@@ -40,7 +43,6 @@ EXECUTABLES = ("TransferBench",)
 DEFAULT_BYTES = 268435456  # of a p2p copy, where the tool is not told another
 # two tests of one transfer each by one engine: source, executor (DMA engine of GPU 0), target
 HOST_LINK = "1 1 (C0->D0->G0)\n1 1 (G0->D0->C0)\n"
-Found = dict[str, list[str]]  # statuses with what was found that calls for them
 WRAPPER = "ROCm Bandwidth Test Plugin Wrapper"  # rocm_bandwidth_test of ROCm 7 prints it first: rocm_bw takes that log
 
 
@@ -121,24 +123,6 @@ def ends(src: str, dst: str) -> dict | None:
     ops = {("CPU", "GPU"): "host_to_device", ("GPU", "CPU"): "device_to_host", ("GPU", "GPU"): "device_to_device"}
     gpu = src if kinds[0] == "GPU" else dst
     return {"op": "copy" if src == dst else ops[kinds], "src": src, "dst": dst, "device": int(gpu[4:])}
-
-
-def distinct(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Each reading once: a log kept twice says nothing new."""
-    return tuple({repr((r.case, r.params, r.reported, r.flags)): r for r in records}.values())
-
-
-def flagged(records: Iterable[Record], why: str) -> list[Record]:
-    return [replace(r, flags=(*r.flags, f"{INVALID}: {why}")) for r in records]
-
-
-def conclude(tool: str, records: Iterable[Record], found: Found, **more) -> Parsed:
-    """A `Parsed` with the gravest of the statuses that `found` has reasons for; the reason names all, gravest first."""
-    reasons = [
-        (s, r) for s in (FAIL, INVALID, UNSUPPORTED, INCOMPLETE, UNPARSED) for r in dict.fromkeys(found.get(s, ()))
-    ]
-    reason = redact("; ".join(" ".join(r.split()) or "an error without words" for _, r in reasons[:3]))[:400]
-    return Parsed(tool, distinct(records), reasons[0][0] if reasons else None, reason, **more)
 
 
 @dataclass
