@@ -373,6 +373,9 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         for c in cases(machine.kind, machine.memory_bytes, quick, limit_s)
     }
 
+    if not any(map(session.wanted, waiting.values())):
+        return
+
     def record(name: str, value: int | None, skipped: str | None = None, flags: tuple = (), **params: Any) -> None:
         case = waiting.pop(name)
         if skipped or value is None:

@@ -46,6 +46,9 @@ ROOF_SHARE, SIDE_SHARE = 5.0, 0.5  # of a row's time in a block: the roof's, and
 SMALL_M = 64  # fewer rows cannot be a roof: they are searched last
 
 
+SHAPE = ("m", "n", "k", "layout")  # what tells one GEMM of a dtype from another
+
+
 def gemm(
     name: str, m: int, n: int, k: int, layout: str = "NN", dtype: str = "bf16", batch: int = 1, **params: Any
 ) -> Case:  # fmt: skip
@@ -130,11 +133,11 @@ def rate(record: Record) -> float:
 def refine(records: Iterable[Record], limit_elements: int, limit_flop: float) -> list[Case]:
     """Next round of the search: each dimension of the best three scaled, and their other layouts, unseen ones only."""
     records = [r for r in records if r.samples_s]
-    seen = {(r.params["m"], r.params["n"], r.params["k"], r.params["layout"]) for r in records}
+    seen = {tuple(r.params[x] for x in SHAPE) for r in records}
     out: dict[tuple, Case] = {}
     step = max((r.params["round"] for r in records), default=-1) + 1
     for record in sorted(records, key=rate, reverse=True)[:REFINE_TOP]:
-        m, n, k, layout, dtype = (record.params[x] for x in ("m", "n", "k", "layout", "dtype"))
+        m, n, k, layout, dtype = (record.params[x] for x in (*SHAPE, "dtype"))
         near = [(m, n, k, other) for other in ("NN", "NT", "TN")]
         for factor in (0.5, 0.75, 1.5, 2.0):
             near += [(m * factor, n, k, layout), (m, n * factor, k, layout), (m, n, k * factor, layout)]
@@ -163,7 +166,7 @@ class Pools:
         if largest_operand(case) > self.elements:
             why = f"an operand has {largest_operand(case)} elements, memory is planned for {self.elements}"
             return Prepared(replace(case, skipped=why))
-        m, n, k, layout, dtype = (case.params[x] for x in ("m", "n", "k", "layout", "dtype"))
+        m, n, k, layout, dtype = (case.params[x] for x in (*SHAPE, "dtype"))
         batch, op, torch = case.params.get("batch", 1), case.params.get("op", "mm"), self.torch
         a, b, c = view(self.a, batch, m, k, layout[0]), view(self.b, batch, k, n, layout[1]), view(self.c, batch, m, n)
         bias = torch.randn(n, device=self.device).to(c.dtype) if op in WITH_BIAS else None
@@ -306,6 +309,8 @@ def probes(session: Session, probe: native.Native, cores: Sequence[int]) -> list
         return run.wall_s, replace(case, params=params, flop=run.flop_per_slice)
 
     def of_thread(name: str, thread: int, case: Case) -> tuple[Sequence[float], Case]:
+        if name not in last:  # an earlier process of a resumed run was ended between the two
+            last[name] = probe.peak(next(k for k in probe.kernels() if k.name == name), cores, slices=slices)
         return last[name].thread_s[thread], replace(case, flop=last[name].flop_per_slice // last[name].threads)
 
     def clock(chain: native.Chain, case: Case) -> tuple[Sequence[float], Case]:
@@ -326,7 +331,8 @@ def probes(session: Session, probe: native.Native, cores: Sequence[int]) -> list
         speed[k.name] = run.flop_per_slice / min(run.wall_s)
         out.append(Prepared(case, sampler=lambda k=k, c=case: peak(k, c), backend="C loop"))
     if speed:
-        fastest = max(speed, key=speed.__getitem__)
+        begun = [name for name in speed if session.earlier(Case(f"peak.{name}.thread0", role="probe"))]
+        fastest = begun[0] if begun else max(speed, key=speed.__getitem__)
         for i in range(len(cores)):
             case = Case(f"peak.{fastest}.thread{i}", {"thread": i, "of": f"peak.{fastest}"}, role="probe")
             out.append(Prepared(case, sampler=lambda i=i, c=case: of_thread(fastest, i, c), backend="C loop"))
@@ -357,18 +363,13 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
             session.skip(case, str(exc).splitlines()[0])
         return
     session.anchor()
-    found, ended = search(session, pools, first, library)
-    session.progress(f"roof search {ended}, {len(found)} shapes")
+    roof = begun_roof(session, dtype) or search_roof(session, pools, first, library, dtype)
     session.anchor()
     side = {case.name for case in side_cases(kind, dtype, spec)}
     items = [replace(pools.prepare(case, library), share=SIDE_SHARE if case.name in side else 1.0) for case in rows]
-    finalists = sorted(found, key=rate, reverse=True)[:REFINE_TOP]
-    right = [r for r in finalists if _is_right(session, pools, r, library)]
-    if right:
-        shape = tuple(right[0].params[x] for x in ("m", "n", "k", "layout"))
-        roof = pools.prepare(gemm("roof", *shape, dtype, searched=len(found), search_ended=ended), library)
-        items.append(replace(roof, share=ROOF_SHARE))
-        reduced = reduced_cases(kind, dtype, shape)
+    if roof:
+        items.append(replace(pools.prepare(roof, library), share=ROOF_SHARE))
+        reduced = reduced_cases(kind, dtype, tuple(roof.params[x] for x in SHAPE))
         items += [replace(pools.prepare(case, library), share=SIDE_SHARE) for case in reduced]
     if kind == "cpu":
         try:
@@ -388,9 +389,31 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
         session.anchor()
 
 
+def begun_roof(session: Session, dtype: str) -> Case | None:
+    """The roof that an earlier process of a resumed run chose: one row holds one shape. None where it had none yet."""
+    for r in session.earlier(Case("roof")):
+        known = {name: r.params[name] for name in ("searched", "search_ended")}
+        return gemm("roof", *(r.params[x] for x in SHAPE), dtype, **known)
+    return None
+
+
+def search_roof(session: Session, pools: Pools, first: Sequence[Case], library: str, dtype: str) -> Case | None:
+    """The winner of the search among its right finalists, to be measured afresh; None where nothing was right."""
+    found, ended = search(session, pools, first, library)
+    session.progress(f"roof search {ended}, {len(found)} shapes")
+    finalists = sorted(found, key=rate, reverse=True)[:REFINE_TOP]
+    right = [r for r in finalists if _is_right(session, pools, r, library)]
+    if not right:
+        return None
+    return gemm("roof", *(right[0].params[x] for x in SHAPE), dtype, searched=len(found), search_ended=ended)
+
+
 def _is_right(session: Session, pools: Pools, found: Record, library: str) -> bool:
     """The full float64 check of a finalist of the search, recorded."""
     item = pools.prepare(Case(found.case, found.params, found.flop, found.bytes_moved, role="search"), library)
+    for r in session.earlier(item.case):
+        if r.error and r.error.get("check") != "freivalds":
+            return r.error["ok"]
     try:
         item.poison()
         item.call(0)

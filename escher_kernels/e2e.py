@@ -269,9 +269,13 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     session.record(value_case("flop.counter", declared=pass_flop(spec), **counted), value=float(counted["pass"]), unit="FLOP",
                    backend="torch.utils.flop_counter, math attention, device meta")  # fmt: skip
     eager, compiled = cases(spec, dtype)
+    begun = {name: session.earlier(item)[0].params for name, item in ((EAGER, eager), (COMPILED, compiled))
+             if any(r.samples_s for r in session.earlier(item))}  # fmt: skip
     try:
         session.warm_up(machine)
-        backend = choose_attention(session, machine, spec, element)
+        # a row holds one backend and one mode, also where a resumed run goes on with it
+        known = begun.get(EAGER, {}).get("attention")
+        backend = known or choose_attention(session, machine, spec, element)
         session.progress(f"building the model, depth {spec.depth}, attention {backend}")
         before = used_bytes(machine)
         net = Model(torch, spec, element, machine.device, backend)
@@ -285,7 +289,8 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     session.anchor()
     with model.inference(torch, backend):
         _record_peak(session, machine, "memory.eager", sizes, lambda: net.run(0))
-        made = compile_model(session, machine, net, modes(kind, session.budget.name))
+        mode = begun.get(COMPILED, {}).get("mode")
+        made = compile_model(session, machine, net, (mode,) if mode else modes(kind, session.budget.name))
         items = [prepare(session, machine, net, replace(eager, params={**eager.params, "attention": backend}), None,
                          f"eager, attention {backend}")]  # fmt: skip
         if made:

@@ -351,8 +351,9 @@ def measure(session: Session, machine: Machine, spec: Spec) -> None:
     with torch.no_grad():
         items = []
         for op, path in work:
-            session.progress(f"preparing {op.name}, {path}", always=False)
-            items.append(ready(torch, operands, op, dtype, path))
+            if session.wanted(case(op, dtype, path)):
+                session.progress(f"preparing {op.name}, {path}", always=False)
+                items.append(ready(torch, operands, op, dtype, path))
         session.run_blocks(items)
     session.anchor()
 

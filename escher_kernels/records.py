@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -21,7 +22,7 @@ SCHEMA = 1  # 1: first version. Raise it when a field changes its meaning, and s
 
 LONE_SURROGATES = "backslashreplace"  # argv and paths that are not UTF-8 hold them; \udcXX is how JSON escapes one
 
-ROLES = ("case", "search", "anchor", "warmup", "probe", "pair")
+ROLES = ("case", "search", "anchor", "warmup", "probe", "pair", "mark")
 
 
 class RecordError(ValueError):
@@ -52,7 +53,9 @@ class Record:
 
     `samples_s` are seconds for `calls_per_sample` calls each; `flop` and `bytes_moved` are the work of ONE call.
     A case that could not run has `skipped` (the reason) and no samples; a wrong result has `error` with
-    ``ok: false`` and no samples. `value` with `unit` is for a measurement that is no time.
+    ``ok: false`` and no samples. `value` with `unit` is for a measurement that is no time. `of_blocks`: the blocks that the
+    case gets in all, so that a reader can tell whether it is whole. A record of role "mark" is no measurement: from it on
+    another process wrote (`params`: when, how it was called, and `kind`: "iteration" or "resumed").
     """
 
     family: str
@@ -66,7 +69,7 @@ class Record:
     flop: int | None = None
     bytes_moved: int | None = None
     cache: str | None = None  # "cold", "warm", or None where it does not apply
-    iteration: int = 0
+    iteration: int = 1  # which fresh process of the run, from 1
     rank: int = 0
     pair_id: str | None = None
     order: int | None = None
@@ -80,6 +83,7 @@ class Record:
     skipped: str | None = None
     flags: tuple[str, ...] = ()
     source: str = "measured"
+    of_blocks: int | None = None
 
 
 _RUN_FIELDS = {f.name: f for f in dataclasses.fields(Run)}
@@ -99,7 +103,7 @@ def to_line(item: Run | Record) -> str:
         data = {
             name: list(value) if isinstance(value, tuple) else value
             for name, f in _RECORD_FIELDS.items()
-            if (value := getattr(item, name)) != _default(f)
+            if (value := getattr(item, name)) != _default(f) or name == "iteration"
         }
     try:
         return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -120,7 +124,7 @@ _FIELD_TYPES = {
     "samples_s": (lambda v: isinstance(v, list) and all(map(_is_number, v)), "list of numbers"),
     "flags": (lambda v: isinstance(v, list) and all(isinstance(f, str) for f in v), "list of texts"),
     "calls_per_sample": (lambda v: _is_count(v) and v > 0, "whole number above 0"),
-    **dict.fromkeys(("block", "iteration", "rank", "order", "flop", "bytes_moved"), (_is_count, "whole number")),
+    **dict.fromkeys(("block", "of_blocks", "iteration", "rank", "order", "flop", "bytes_moved"), (_is_count, "whole number")),
     **dict.fromkeys(("started_s", "value"), (_is_number, "number")),
     **dict.fromkeys(
         ("params", "error", "noise", "device_state", "reported"), (lambda v: isinstance(v, dict), "object")
@@ -209,28 +213,70 @@ def read(path: Path) -> RecordFile:
 
 
 class Writer:
-    """Appends records to a new file, each on the disk before `write` returns.
+    """Appends records to a file, each on the disk before `write` returns; one process at a time.
 
-    ``with Writer(path, run) as out: out.write(record)``. An existing file is never overwritten: `RecordError`.
-    On a failed write (disk full) the half-written line is cut off again, then `RecordError` is raised.
+    ``with Writer(path, run) as out: out.write(record)``. A new file begins with the header. An existing one is refused
+    (`RecordError`) unless `go_on`: then a cut-off last line is removed and what is there is kept as `before`; its header
+    stays. On a failed write (disk full) the half-written line is cut off again, then `RecordError` is raised.
     """
 
-    def __init__(self, path: Path, run: Run):
+    def __init__(self, path: Path, run: Run, go_on: bool = False):
         self.path, self.count = Path(path), 0
         header = to_line(run)
+        self.before = read(self.path) if go_on and self._has_header() else None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "xb", buffering=0)
+            self._file = open(self.path, "r+b" if self.before else "xb", buffering=0)
         except FileExistsError:
-            raise RecordError(f"{self.path}: exists already; measure into a new run directory") from None
+            raise RecordError(f"{self.path}: exists already; go on with --resume, or measure into a new run") from None
         except OSError as exc:
             raise RecordError(write_failed(self.path, exc)) from None
         try:
-            self._append(header)
+            self._lock()
+            if self.before:
+                self._cut_tail()
+            else:
+                self._append(header)
         except RecordError:
             self._file.close()
-            self.path.unlink()  # without a header it could be neither read nor measured into again
+            if not self.before:
+                self.path.unlink()  # without a header it could be neither read nor measured into again
             raise
+
+    def _has_header(self) -> bool:
+        """Whether there is something to go on from; a file whose header was cut off holds nothing and is removed."""
+        try:
+            with open(self.path, "rb") as there:
+                whole = there.readline().endswith(b"\n")
+            if not whole:
+                self.path.unlink()
+            return whole
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise RecordError(write_failed(self.path, exc)) from None
+
+    def _lock(self) -> None:
+        """A killed driver can leave a process behind that still measures: two must not write one file."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(f"{self.path}: another process writes it; wait for it, or end it") from None
+        except OSError:  # a file system without locks
+            return
+
+    def _cut_tail(self) -> None:
+        """Read again, now that nobody else writes, and leave whole lines only."""
+        self.before = read(self.path)
+        try:
+            whole = self.path.read_bytes().rfind(b"\n") + 1
+            if not self.before.truncated and whole < self._file.seek(0, os.SEEK_END):
+                self._file.write(b"\n")  # a whole line that lacks its end
+            else:
+                self._file.truncate(whole)
+                self._file.seek(whole)
+        except OSError as exc:
+            raise RecordError(write_failed(self.path, exc)) from None
 
     def write(self, record: Record) -> None:
         self._append(to_line(record))
@@ -248,7 +294,8 @@ class Writer:
             with contextlib.suppress(OSError):  # a reader forgives a cut-off last line
                 self._file.truncate(start)
                 self._file.seek(start)
-            raise RecordError(write_failed(self.path, exc) + f"; {self.count} records are kept") from None
+            kept = self.count + (len(self.before.records) if self.before else 0)
+            raise RecordError(write_failed(self.path, exc) + f"; {kept} records are kept") from None
 
     def __enter__(self) -> Writer:
         return self

@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from escher_kernels import METHOD, environment, targets, workload
-from escher_kernels.records import Record, Run, Writer, read_json, write_json_atomic
+from escher_kernels import METHOD, devices, environment, targets, workload
+from escher_kernels.fallbacks import Watch
+from escher_kernels.records import Record, RecordError, RecordFile, Run, Writer, read_json, write_json_atomic
 from escher_kernels.timing import BUDGETS, CpuTimer, GpuTimer, Machine, Progress, Session
 
 ROOT = Path(__file__).resolve().parent.parent
+PROCESS, END = "process", "end"  # marks: another process took over; an iteration of a family is whole
 ASSUMED_LLC_BYTES = 2**28  # where nothing tells: as large as the largest Infinity Cache
 
 
@@ -81,10 +83,11 @@ class Plan:
     config: targets.Config
 
     def to_json(self) -> dict[str, Any]:
-        """The plan, and the fingerprint of the machine before anything runs on it (env.json)."""
+        """The plan, what the driver says of the devices, and the fingerprint of the machine before anything runs on it."""
         return {
             "target": {"found": self.found.to_json(), **self.selection.to_json()},
             "workload": self.spec.to_json(),
+            **devices.header(devices.devices()),
             "env": environment_of(self.found, self.config),
         }
 
@@ -172,19 +175,57 @@ def _same(path: Path, what: str, planned: dict[str, Any], here: dict[str, Any]) 
         )
 
 
+def _modes(run_json: Path) -> dict[str, Any]:
+    """Partition, NPS mode and power cap, as the run was planned with; without a run as the driver says now."""
+    if run_json.exists():
+        said = read_json(run_json)
+    else:
+        said = devices.header(devices.devices())
+    return {name: said.get(name) for name in ("partition", "nps", "power_cap_w")}
+
+
+def _alike(run: Run, what: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise ValueError(
+            f"{run.family} was begun with {what} {there!r}, here it is {here!r}; a run is of one kind: measure into a new one"
+        )
+
+
+def _earlier(there: RecordFile | None, run: Run, iteration: int, resume: bool) -> list[Record]:
+    """What earlier processes of this iteration wrote. ValueError where this process may not go on from it."""
+    if there is None:
+        return []
+    for what in ("method", "family", "run_id"):
+        _alike(run, what, getattr(there.run, what), getattr(run, what))
+    for what in ("python", "torch", "numpy"):
+        found = ((r.software if what == "python" else r.software["packages"]).get(what) for r in (there.run, run))
+        _alike(run, what, *found)
+    for what in (*Settings().to_json(), "dtype", "threads"):
+        _alike(run, what, there.run.parameters.get(what), run.parameters.get(what))
+    mine = [r for r in there.records if r.iteration == iteration]
+    if mine and not resume:
+        raise RecordError(
+            f"iteration {iteration} of {run.family} is there already; go on with --resume, or measure into a new run"
+        )
+    return mine
+
+
 def measure_family(
     family: str,
     run_dir: Path,
     settings: Settings,
     profile: dict[str, Any] | None = None,
     progress: Callable[..., None] | None = None,
-    iteration: int = 0,
+    iteration: int = 1,
     only: Sequence[str] | None = None,
+    resume: bool = False,
 ) -> Path:
     """Measure one family and write its records. Returns the path of the file.
 
     `profile`: the device profile the caller expects (its JSON); ValueError if this process finds another one. `only`:
-    names of the cases to measure; ValueError, after the others were measured, where one never came.
+    names of the cases to measure; ValueError, after the others were measured, where one never came. `iteration`: which
+    fresh process of the run this is; all of them write one file. `resume`: go on where an earlier process of this iteration
+    was ended; what is finished is not measured again.
 
     Raises RecordError where the file exists or cannot be written, and what `plan` raises. A case that cannot run is a
     record with its reason, never an exception.
@@ -225,7 +266,7 @@ def measure_family(
             **settings.to_json(), "dtype": machine.dtype, "threads": len(machine.cores) or None, "affinity": affinity,
             "bound": machine.kind != "cpu" or affinity == sorted(machine.cores),
             "memory_bytes": machine.memory_bytes, "llc_bytes": machine.llc_bytes,
-            "llc_assumed": machine.llc_assumed, "numa_nodes": machine.numa_nodes,
+            "llc_assumed": machine.llc_assumed, "numa_nodes": machine.numa_nodes, "world": 1, **_modes(known_as),
         },
         software=software(),
         git=environment.git_state(ROOT),
@@ -233,7 +274,11 @@ def measure_family(
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     path, seen = records_path(run_dir, family), set()
-    with Writer(path, run) as out:
+    with Writer(path, run, go_on=resume or iteration > 1) as out:
+        before = _earlier(out.before, run, iteration, resume)
+        if any(r.role == "mark" and r.case == END for r in before):
+            progress("is finished already")
+            return path
         timer = CpuTimer() if machine.kind == "cpu" else GpuTimer(torch.cuda)
         budget, threads = BUDGETS[settings.budget], max(1, len(machine.cores))
 
@@ -241,8 +286,20 @@ def measure_family(
             out.write(record)
             seen.add(record.case)
 
-        session = Session(family, timer, write, budget, threads, progress, iteration=iteration, only=only)
-        importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
+        def mark(case: str, **params: Any) -> None:
+            out.write(Record(family, case, role="mark", iteration=iteration, params=params))
+
+        if out.before:
+            kind = "iteration" if iteration > 1 and not before else "resumed"
+            mark(PROCESS, kind=kind, created_utc=run.created_utc, argv=run.argv, git=run.git)
+        with Watch() as watch:
+            session = Session(
+                family, timer, write, budget, threads, progress, iteration=iteration, only=only, before=before,
+                notices=watch.flags,
+            )  # fmt: skip
+            importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
+        if only is None:
+            mark(END)
         progress(f"done, {out.count} records")
     if missing := [name for name in only or () if name not in seen]:
         raise ValueError(f"family {family} measured no case {missing[0]!r}; the names stand in its records and tables")

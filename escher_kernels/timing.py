@@ -114,7 +114,8 @@ class Prepared:
     per_block: int | None = None  # samples of a block, where the family fixes them
     limit_s: float | None = None  # time the case may take, where the budget's is not meant for it
     inside: Callable[[], Any] = contextlib.nullcontext  # a context that its calls run in, opened once a block
-    blocks: frozenset[int] = frozenset()
+    blocks: frozenset[int] = frozenset()  # that are still to be measured
+    of_blocks: int = 0  # how many the case gets in all
     flags: tuple[str, ...] = ()
     turn: int = 0
 
@@ -300,7 +301,9 @@ class Session:
     """One family being measured: its timer, where records go, and how long it may take.
 
     `write` gets each `Record` as soon as it exists. `threads` is how many cores the CPU cases use. `only`: the names of
-    the cases that are measured; anchors and warm-up are, in any case.
+    the cases that are measured; anchors and warm-up are, in any case. `before`: what an earlier process of this iteration
+    recorded: a case that is finished there is not measured again, of another only the blocks that are missing. `notices`:
+    flags for a record, from what the libraries said meanwhile (see fallbacks).
     """
 
     def __init__(
@@ -312,19 +315,28 @@ class Session:
         threads: int = 1,
         progress: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        iteration: int = 0,
+        iteration: int = 1,
         only: Collection[str] | None = None,
+        before: Sequence[Record] = (),
+        notices: Callable[[Case, str | None, str | None], tuple[str, ...]] = lambda *_: (),
     ):
         self.family, self.timer, self._write, self.budget, self.only = family, timer, write, budget, only
-        self.threads, self.clock, self.iteration = threads, clock, iteration
+        self.threads, self.clock, self.iteration, self.notices = threads, clock, iteration, notices
         self.progress = progress or Progress(family)
-        self.started = clock()
+        self.started = clock() - max((r.started_s or 0.0 for r in before), default=0.0)
+        self._before: dict[tuple[str, str], list[Record]] = {}
+        for r in before:
+            self._before.setdefault((r.role, r.case), []).append(r)
         self._anchors: list[Prepared] = []
-        self._anchor_turn = 0
+        self._anchor_turn = 1 + max((r.block for r in before if r.role == "anchor"), default=-1)
         self._gemm_flop_s: float | None = None  # of the fixed GEMM, to foresee a case that would run away
 
     def record(self, case: Case, **fields: Any) -> Record:
-        """Write one record of `case`."""
+        """Write one record of `case`. What is no time and was recorded by an earlier process is not written again."""
+        if known := self._known(case, fields):
+            return known
+        notices = self.notices(case, fields.get("backend"), fields.get("skipped"))
+        fields["flags"] = tuple(dict.fromkeys((*fields.get("flags", ()), *notices)))
         out = Record(
             family=self.family, case=case.name, role=case.role, params=case.params, flop=case.flop,
             bytes_moved=case.bytes_moved, cache=case.cache, iteration=self.iteration,
@@ -334,11 +346,42 @@ class Session:
         return out
 
     def skip(self, case: Case, reason: str) -> None:
-        if self._wanted(case):
+        """Record why a case is not measured. One of which an earlier process measured blocks keeps those instead."""
+        if any(r.samples_s for r in self.earlier(case)):
+            self.progress(f"{case.name} is left as it is: {reason}")
+        elif self.wanted(case):
             self.record(case, skipped=reason)
 
-    def _wanted(self, case: Case) -> bool:
-        return self.only is None or case.name in self.only
+    def wanted(self, case: Case) -> bool:
+        """Whether the case was chosen and is not finished, so that preparing it is worth while."""
+        return (self.only is None or case.name in self.only) and not self.finished(case)
+
+    def earlier(self, case: Case) -> list[Record]:
+        """What an earlier process of this iteration recorded of a case."""
+        return self._before.get((case.role, case.name), [])
+
+    def finished(self, case: Case) -> bool:
+        """Whether an earlier process left nothing of a case to do: it was skipped or wrong, its value is known, or all its
+        blocks are there. Members of pairs are finished together, see `run_pairs`."""
+        there = self.earlier(case)
+        if any(r.skipped or r.value is not None or (r.error and not r.error["ok"]) for r in there):
+            return True
+        timed = [r for r in there if r.samples_s]
+        if not timed or case.role in ("anchor", "warmup", "pair"):
+            return False
+        return len({r.block for r in timed}) >= max(r.of_blocks or 1 for r in timed)
+
+    def _known(self, case: Case, fields: dict[str, Any]) -> Record | None:
+        """The earlier record that says the same: the same value or reason, the same check passed."""
+        error = fields.get("error")
+        if fields.get("samples_s") or (error and not error["ok"]):
+            return None
+        for r in self.earlier(case):
+            same_check = error and r.error and r.error.get("check") == error.get("check")
+            same = any(fields.get(k) is not None and getattr(r, k) is not None for k in ("value", "skipped"))
+            if same_check or (same and not error):
+                return r
+        return None
 
     def estimate(self, call: Callable[[int], Any], turn: int = 0) -> float:
         """Seconds one call takes undisturbed, after one untimed: the least of three where calls are short.
@@ -389,8 +432,9 @@ class Session:
             self._block(item, self._anchor_turn)
         self._anchor_turn += 1
 
-    def _block(self, item: Prepared, block: int, **fields: Any) -> Record:
-        """One block of one case, with what disturbed it."""
+    def _block(self, item: Prepared, block: int, check: bool = False, **fields: Any) -> Record:
+        """One block of one case, with what disturbed it. `check`: its last output is judged, and a wrong one recorded
+        before the block is: a process killed between the two must not leave a block that passes for right."""
         before = cpu_disturbance() if self.timer.kind == "cpu" else None
         case, flags, started_s = item.case, [], round(self.clock() - self.started, 6)
         item.calls = max(item.calls, item.next_calls)
@@ -404,28 +448,32 @@ class Session:
                 item.next_calls = self.timer.calls_for(min(samples) / item.calls)
         threads = item.threads or self.threads
         noise = disturbance_between(before, cpu_disturbance(), threads) if before else None
+        if check and not (error := item.check(item.turn - 1, False))["ok"]:
+            self.record(item.case, error=error, backend=item.backend, block=block)
         return self.record(
             case, samples_s=tuple(samples), calls_per_sample=item.calls, block=block, backend=item.backend,
-            started_s=started_s, noise=noise, flags=(*item.flags, *flags), **fields,
+            of_blocks=item.of_blocks or None, started_s=started_s, noise=noise, flags=(*item.flags, *flags), **fields,
         )  # fmt: skip
 
     def quick_rate(self, item: Prepared, samples: int = 3) -> Record | None:
         """A few samples of a search candidate, checked first. None where it is wrong or too slow (recorded as such)."""
+        if self.finished(item.case):
+            return next((r for r in self.earlier(item.case) if r.samples_s), None)
         if not self._ready(item, full_check=False, limit_s=self.budget.search_s / 8):
             return None
-        item.samples = samples
+        item.samples, item.of_blocks = samples, 1
         return self._block(item, 0, error=item.error)
 
     def _ready(self, item: Prepared, full_check: bool, limit_s: float) -> bool:
         """One untimed call on poisoned outputs, checked, and sized. False (with a record) where it cannot be timed."""
-        if not self._wanted(item.case):
+        if not self.wanted(item.case):
             return False
         limit_s = item.limit_s or limit_s
         if item.case.skipped:
             self.skip(item.case, item.case.skipped)
             return False
         if item.call is None:  # a sampler of its own, with nothing to check
-            item.blocks = frozenset(range(self.budget.blocks))
+            self._plan_blocks(item, self.budget.blocks)
             return True
         if item.case.flop and self._gemm_flop_s and self._too_long(item, item.case.flop / self._gemm_flop_s, limit_s):
             return False  # before the first call: an emulated dtype can make one last minutes
@@ -450,14 +498,20 @@ class Session:
         sample_s = call_s * item.calls
         if self._too_long(item, sample_s, limit_s):
             return False
-        total = self.budget.blocks
-        fitting = min(total, max(3, int(limit_s / sample_s)))
-        item.blocks = frozenset(round(i * (total - 1) / (fitting - 1)) for i in range(fitting))
-        if fitting < total:
-            item.flags = (*item.flags, "INSUFFICIENT")
+        self._plan_blocks(item, min(self.budget.blocks, max(3, int(limit_s / sample_s))))
         most = min(MAX_SAMPLES_PER_BLOCK, max(1, self.timer.max_enqueued // item.calls))
         item.samples = item.per_block or min(most, max(1, int(self.budget.block_s * item.share / sample_s)))
         return True
+
+    def _plan_blocks(self, item: Prepared, fitting: int) -> None:
+        """Spread `fitting` blocks over the family's time. A case that an earlier process began keeps that one's plan."""
+        timed, total = [r for r in self.earlier(item.case) if r.samples_s], self.budget.blocks
+        fitting = max((r.of_blocks or fitting for r in timed), default=fitting)
+        planned = frozenset(round(i * (total - 1) / (fitting - 1)) for i in range(fitting))
+        item.of_blocks = len(planned)
+        item.blocks = planned if item.case.role == "pair" else planned - {r.block for r in timed}
+        if fitting < total:
+            item.flags = (*item.flags, "INSUFFICIENT")
 
     def _too_long(self, item: Prepared, sample_s: float, limit_s: float) -> bool:
         """Skip a case (with a record) of which not even three samples fit its budget."""
@@ -485,18 +539,27 @@ class Session:
 
     def _checked_block(self, item: Prepared, block: int, **fields: Any) -> None:
         """A block. In a case's first and last one outputs are poisoned before and the block's last one is checked."""
-        checked = item.check and block in (min(item.blocks), max(item.blocks))
+        checked = bool(item.check) and block in (min(item.blocks), max(item.blocks))
         if checked:
             item.poison()
-        self._block(item, block, **fields)
-        if checked and not (error := item.check(item.turn - 1, False))["ok"]:
-            self.record(item.case, error=error, backend=item.backend, block=block)
+        self._block(item, block, checked, **fields)
 
     def run_pairs(self, items: Sequence[Prepared], repeats: int = 2) -> None:
-        """Interleave A B A B in every block; records of one turn share `pair_id`, and `order` tells who came first."""
+        """Interleave A B A B in every block; records of one turn share `pair_id`, and `order` tells who came first.
+
+        A turn that an earlier process finished is not measured again; one that it was killed in gets another `pair_id`.
+        """
+        there = [{r.pair_id for r in self.earlier(i.case) if r.samples_s} for i in items if not self.finished(i.case)]
+        whole, begun = (set.intersection(*there), set().union(*there)) if there else (set(), set())
+        planned = max((r.of_blocks or 0 for i in items for r in self.earlier(i.case)), default=0) * repeats
+        if whole and len(whole) >= planned:
+            return
         items = [i for i in items if self._ready(i, full_check=True, limit_s=self.budget.case_s)]
         for block in sorted(frozenset.intersection(*(i.blocks for i in items))) if items else ():
             for repeat in range(repeats):
-                for order, item in enumerate(items):
+                pair_id = f"{block}.{repeat}"
+                while pair_id in begun - whole:
+                    pair_id += "+"
+                for order, item in enumerate(items if pair_id not in whole else ()):
                     item.samples = 1
-                    self._checked_block(item, block, pair_id=f"{block}.{repeat}", order=order)
+                    self._checked_block(item, block, pair_id=pair_id, order=order)

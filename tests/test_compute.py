@@ -716,7 +716,8 @@ class FakeProbe:
 def probe_session():
     skipped = {}
     return SimpleNamespace(
-        budget=BUDGETS["quick"], skip=lambda case, why: skipped.update({case.name: why}), skipped=skipped
+        budget=BUDGETS["quick"], skip=lambda case, why: skipped.update({case.name: why}), skipped=skipped,
+        earlier=lambda case: [],
     )
 
 

@@ -31,9 +31,10 @@ json_value = st.recursive(
 json_object = st.dictionaries(st.text(), json_value, max_size=3)
 maybe = st.none().__or__
 record_of = st.builds(
-    Record, family=st.text(), case=st.text(), role=st.sampled_from(ROLES), params=json_object, backend=maybe(st.text()),
-    block=count, samples_s=st.lists(finite, max_size=4).map(tuple), calls_per_sample=st.integers(1, 2**63), flop=maybe(count),
-    bytes_moved=maybe(count), cache=st.sampled_from([None, "cold", "warm"]), iteration=count, rank=count,
+    Record, family=st.text(), case=st.text(), role=st.sampled_from(ROLES), params=json_object,
+    backend=maybe(st.text()), block=count, of_blocks=maybe(count), samples_s=st.lists(finite, max_size=4).map(tuple),
+    calls_per_sample=st.integers(1, 2**63), flop=maybe(count), bytes_moved=maybe(count),
+    cache=st.sampled_from([None, "cold", "warm"]), iteration=count, rank=count,
     pair_id=maybe(st.text()), order=maybe(count), started_s=maybe(finite),
     error=maybe(json_object.map(lambda e: {**e, "ok": True})),
     noise=maybe(json_object), device_state=maybe(json_object), value=maybe(finite), unit=maybe(st.text()),
@@ -76,7 +77,7 @@ def test_every_field_is_in_the_round_trip():
 
 
 def test_defaults_are_left_out():
-    assert json.loads(to_line(Record("compute", "square.256"))) == {"family": "compute", "case": "square.256"}
+    assert json.loads(to_line(Record("compute", "square.256"))) == {"family": "compute", "case": "square.256", "iteration": 1}
     assert json.loads(to_line(Record("c", "x", block=1)))["block"] == 1
 
 
@@ -250,7 +251,7 @@ def test_junk_is_a_record_error_or_whole(tmp_path_factory, junk):
 def test_an_existing_file_is_never_overwritten(tmp_path):
     path = write(tmp_path / "a.jsonl", Record("c", "old"))
     before = path.read_bytes()
-    with pytest.raises(RecordError, match="exists already; measure into a new run directory"):
+    with pytest.raises(RecordError, match="exists already; go on with --resume, or measure into a new run"):
         Writer(path, RUN)
     assert path.read_bytes() == before
 
