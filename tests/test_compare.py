@@ -672,16 +672,18 @@ def test_capacity_needs_runs_and_no_noise(made_run):
 def test_iterations_inside_a_run_are_processes(made_run):
     def run(name, *factors):
         records = [
-            r for i, f in enumerate(factors) for r in blocks("a", [f * (1 + 0.001 * k) for k in range(6)], iteration=i)
+            r for i, f in enumerate(factors, 1) for r in blocks("a", [f * (1 + 0.001 * k) for k in range(6)], iteration=i)
         ]
         records += blocks("once", [1.0] * 6, "capacity")
-        return made_run(records, run_id=name)
+        return derive.separated(made_run(records, run_id=name))
 
     split = compare.processes(run("a", 1.0, 2.0))
     assert [sorted(p.files) for p in split] == [["capacity", "environment"], ["environment"]]
     assert [compare.case_rows(p)["environment", "a"].time_s.median for p in split] == pytest.approx([1.0025, 2.005])
     whole = run("a", 1.0)
     assert compare.processes(whole) == [whole]
+    begun = derive.separated(made_run(blocks("a", [1.0], iteration=2), iterations=3))
+    assert [p.iteration for p in compare.processes(begun)] == [2]  # the others left nothing
 
     inside = compare.compare([run("a", 1.0, 1.001, 0.999)], [run("b", 1.05, 1.051, 1.049)])
     alone = compare.compare(
@@ -691,8 +693,8 @@ def test_iterations_inside_a_run_are_processes(made_run):
     assert x == y and x.verdict == SLOWER and not x.indicative and (x.base_count, x.run_count) == (3, 3)
     assert row(inside, "capacity/once").indicative and row(inside, "capacity/once").base_count == 1
     assert row(inside, "capacity/once").note == ""
-    assert [(p.run_id, p.iteration) for p in inside.base] == [("a", 0), ("a", 1), ("a", 2)]
-    assert [p.iteration for p in compare.variability([run("a", 1.0, 2.0)]).processes] == [0, 1]
+    assert [(p.run_id, p.iteration) for p in inside.base] == [("a", 1), ("a", 2), ("a", 3)]
+    assert [p.iteration for p in compare.variability([run("a", 1.0, 2.0)]).processes] == [1, 2]
 
 
 # --------------------------------------------------------------------------------------------- regressions
@@ -854,7 +856,7 @@ def test_variability_by_hand(made_run):
     assert (found.kind, found.cv_limit_frac, found.runs_needed) == ("cpu", 0.1, 3)
     gpu = made_run(made.roofs(1000, 1000), found=MI355X)
     assert compare.variability([gpu]).cv_limit_frac == 0.03
-    assert [(p.run_id, p.iteration) for p in found.processes] == [("run0", 0), ("run1", 0), ("run2", 0)]
+    assert [(p.run_id, p.iteration) for p in found.processes] == [("run0", 1), ("run1", 1), ("run2", 1)]
     assert found.spread("capacity") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from conftest import CPU, MI355X, UNKNOWN_GPU
@@ -243,7 +244,40 @@ def test_the_gain_of_a_fused_epilogue_is_a_ratio_of_pairs(made_run):
     gain = derive.compute(made_run(fused_pairs(unfused, fused))).fused_speedup
     assert (gain.lo, gain.median, gain.hi, gain.blocks) == (1.5, 1.5, 1.5, 6)
     assert derive.compute(made_run(fused_pairs(unfused, []))).fused_speedup is None
-    assert derive.compute(made_run(fused_pairs(unfused, fused[:5]))).fused_speedup is None
+    assert derive.compute(made_run(fused_pairs(unfused, fused[:5]))).fused_speedup.blocks == 5
+
+
+def turn(pair_id: str, block: int, family="bandwidth", **seconds) -> list[Record]:
+    """One turn of an interleaved group: a sample of each of its cases."""
+    return [
+        Record(family, f"stream.{name}", role="pair", block=block, samples_s=(s,), pair_id=pair_id, order=order,
+               bytes_moved=8, params={"op": "copy"}, cache="cold")
+        for order, (name, s) in enumerate(seconds.items())
+    ]  # fmt: skip
+
+
+def test_a_pair_that_a_kill_cut_short_does_not_count(made_run):
+    """The process died after the first member of 1.0, which was measured again as 1.0+."""
+    whole = turn("0.0", 0, torch=1.0, plain=2.0) + turn("1.0+", 1, torch=1.0, plain=3.0) + turn("2.0", 2, torch=1.0, plain=4.0)
+    cut = [*whole[:2], *turn("1.0", 1, torch=99.0), *whole[2:]]
+    found, clean = (derive.bandwidth(made_run(items)) for items in (cut, whole))
+    assert found.pairs == clean.pairs and found.speedup["plain"] == clean.speedup["plain"]
+    assert (found.speedup["plain"].median, found.speedup["plain"].samples) == (3.0, 3)
+    late = derive.bandwidth(made_run([*whole, *turn("3.0", 3, torch=99.0)]))  # killed, and not resumed
+    assert late.speedup["plain"] == clean.speedup["plain"]
+
+
+def test_nobody_waits_for_a_member_that_was_wrong(made_run):
+    """After it was found wrong the others went on without it."""
+    wrong = Record("bandwidth", "stream.plain", role="pair", error={"check": "copy", "ok": False})
+    items = [*turn("0.0", 0, torch=1.0, plain=2.0, streaming=2.0), wrong, *turn("1.0", 1, torch=1.0, streaming=4.0)]
+    found = derive.bandwidth(made_run(items)).speedup
+    assert list(found) == ["streaming"] and found["streaming"].median == 3.0
+
+
+def test_a_case_that_is_paired_with_nothing_counts(made_run):
+    [row] = derive.rows(turn("0.0", 0, torch=1.0), made_run([]).config)
+    assert row.time_s.median == 1.0
 
 
 def labelled(case, op, seconds, cache, **more) -> list[Record]:
@@ -293,7 +327,8 @@ def test_deleting_a_record_changes_its_row_and_no_other(sample):
                 old, new = before[other], after[other]
                 if key[0] == "anchor":  # an anchor also tells how steady the machine was for the others
                     old, new = without_anchor_flag(old), without_anchor_flag(new)
-                assert new == old, (family, key, other)
+                if key[0] != "pair" or other[0] != "pair":  # of a pair that is not whole nothing counts
+                    assert new == old, (family, key, other)
 
 
 def test_a_wrong_result_has_no_time_and_says_so(sample):
@@ -418,3 +453,104 @@ def test_a_cpu_without_a_probe_has_a_basis_without_a_rate(made_run):
     skipped = Record("compute", "peak", role="probe", skipped="no C compiler")
     [basis] = derive.compute(made_run([*MEASURED, skipped])).bases
     assert basis.name == "probed" and basis.rate is None and "no C compiler" in basis.reason
+
+
+# --------------------------------------------------------------------------------------------- iterations
+
+
+def mark(family: str, kind: str, iteration: int = 1, case: str = "process") -> Record:
+    return Record(family, case, role="mark", iteration=iteration, params={"kind": kind})
+
+
+def samples(run: derive.LoadedRun) -> dict[str, list[float]]:
+    return {family: [r.samples_s[0] for r in run.records(family)] for family in run.files}
+
+
+def two_iterations(made_run) -> derive.LoadedRun:
+    """Compute in two iterations, the first of them resumed after the second; bandwidth in the second alone."""
+    items = blocks([1.0, 2.0]) + [mark("compute", "iteration", 2)] + blocks([3.0], iteration=2)
+    items += [mark("compute", "resumed"), *blocks([4.0]), mark("compute", "", case="end")]
+    items += [mark("bandwidth", "iteration", 2), *blocks([5.0], "bandwidth", "copy", iteration=2)]
+    return derive.separated(made_run(items))
+
+
+def test_a_run_is_its_first_iteration_and_the_others_stand_beside_it(made_run):
+    run = two_iterations(made_run)
+    assert (run.iteration, samples(run)) == (1, {"compute": [1.0, 2.0, 4.0]})
+    [second] = run.repeats
+    assert (second.iteration, samples(second), second.repeats) == (2, {"compute": [3.0], "bandwidth": [5.0]}, ())
+    assert run.iterations == (run, second)
+
+
+def test_marks_are_kept_beside_the_records(made_run):
+    run = two_iterations(made_run)
+    assert [(m.record.case, m.record.params["kind"], m.after) for m in run.marks] == [("process", "resumed", 2), ("end", "", 3)]
+    assert [(m.record.family, m.after) for m in run.repeats[0].marks] == [("compute", 0), ("bandwidth", 0)]
+    every = [r.role for part in run.iterations for family in part.files for r in part.records(family)]
+    assert "mark" not in every and [row.role for row in derive.rows(run.records("compute"), run.config)] == ["case"]
+
+
+def test_the_first_iteration_is_the_first_that_left_records(made_run):
+    run = derive.separated(made_run([mark("compute", "iteration", 2), *blocks([3.0], iteration=3)], iterations=4))
+    assert (run.iteration, [r.iteration for r in run.repeats]) == (3, [1, 2, 4])
+    assert [list(r.files) for r in run.iterations] == [[], ["compute"], ["compute"], []]
+    assert run.repeats[1].records("compute") == []
+
+
+def test_a_run_of_one_iteration_is_itself(sample):
+    assert sample.repeats == () and sample.iterations == (sample,) and sample.marks == ()
+    again = derive.separated(sample)
+    assert again == sample
+
+
+def test_each_iteration_has_its_own_end(made_run):
+    ends = {"compute": {"status": "died", "iterations": {"1": {"status": "ok"}, "3": {"status": "died"}}},
+            "ops": {"status": "ok"}}  # fmt: skip
+    run = derive.separated(dataclasses.replace(made_run(blocks([1.0])), status=ends))
+    assert run.status == {"compute": {"status": "ok"}, "ops": {"status": "ok"}}
+    assert {r.iteration: r.status for r in run.repeats} == {3: {"compute": {"status": "died"}}}
+
+
+def test_a_cut_off_line_belongs_to_the_iteration_that_wrote_last(made_run):
+    run = made_run(blocks([1.0]) + blocks([2.0], iteration=2))
+    cut = dataclasses.replace(run.files["compute"], truncated=True)
+    run = derive.separated(dataclasses.replace(run, files={"compute": cut}))
+    assert (run.files["compute"].truncated, run.repeats[0].files["compute"].truncated) == (False, True)
+
+
+def write_iterations(run_dir, count: int) -> None:
+    """Copy the records of a run's first iteration to later ones, and say so in its run.json."""
+    for path in (run_dir / "records").glob("*.jsonl"):
+        head, *lines = path.read_text(encoding="utf-8").splitlines()
+        more = [json.dumps({**json.loads(x), "iteration": i}) for i in range(2, count + 1) for x in lines]
+        path.write_text("\n".join([head, *lines, *more]) + "\n", encoding="utf-8")
+    info = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    (run_dir / "run.json").write_text(json.dumps(info | {"iterations": count}), encoding="utf-8")
+
+
+def test_iterations_are_read_from_disk(sample_copy):
+    folder = sample_copy("cpu")
+    alone = derive.load(folder)
+    write_iterations(folder, 3)
+    run = derive.load(folder)
+    assert [r.iteration for r in run.iterations] == [1, 2, 3] and run.files == alone.files
+    for part in run.repeats:
+        assert derive.compute(part).roof == derive.compute(alone).roof and list(part.files) == list(alone.files)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "3", True, None, 10**9])
+def test_a_count_of_iterations_that_cannot_be(sample_copy, count):
+    folder = sample_copy("cpu")
+    info = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    (folder / "run.json").write_text(json.dumps(info | {"iterations": count}), encoding="utf-8")
+    with pytest.raises(RecordError, match="iterations is .*; expected a whole number"):
+        derive.load(folder)
+
+
+@pytest.mark.parametrize("each", [[], {"1": "ok"}, {"one": {}}, {"0": {}}, {"-1": {}}, {"99999": {}}, {"\u0661": {}}])
+def test_a_status_whose_iterations_cannot_be(sample_copy, each):
+    folder = sample_copy("cpu")
+    (folder / "status.json").write_text(json.dumps({"compute": {"status": "ok", "iterations": each}}), encoding="utf-8")
+    with pytest.raises(RecordError, match="status.json: no JSON object of objects"):
+        derive.load(folder)
+    assert "status.json" in derive.load(folder, lenient=True).unreadable

@@ -712,6 +712,119 @@ def test_sc8_without_repeated_runs(run_of, tmp_path):
         assert told.status == INCOMPLETE and words in told.reason
 
 
+def repeated(gpu: derive.LoadedRun, *scales: float, **ends) -> derive.LoadedRun:
+    """The sample in several iterations, the times of each multiplied; `ends` are families of status.json."""
+    files = {}
+    for family, f in gpu.files.items():
+        items = [replace(r, iteration=i, samples_s=tuple(s * x for s in r.samples_s))
+                 for i, x in enumerate(scales, start=1) for r in f.records]  # fmt: skip
+        files[family] = replace(f, records=items)
+    one = {"status": "ok", "message": "", "seconds": 1.0, "started_utc": ""}
+    status = {f: {**one, "iterations": {str(i): one for i in range(1, len(scales) + 1)}} for f in gpu.files} | ends
+    info = gpu.info | {"iterations": len(scales)}
+    return derive.separated(replace(gpu, files=files, status=status, info=info, directory=Path("nowhere")))
+
+
+def test_sc8_of_the_runs_own_iterations(gpu):
+    c = judged(repeated(gpu, 1.0, 1.001, 0.999), 8)
+    assert c.status == PASS and "CV of 3 runs is 0.1 %" in c.reason
+    assert judged(repeated(gpu, 1.0, 1.1, 0.9), 8).status == FAIL
+    two = judged(repeated(gpu, 1.0, 1.001), 8)
+    assert two.status == INSUFFICIENT and "2 fresh-process runs" in two.reason
+
+
+def test_sc8_is_judged_by_what_has_more_processes(gpu, tmp_path):
+    run_id = gpu.info["run_id"]
+    for count, scales, status in ((3, (1.0, 1.1), FAIL), (4, (1.0, 1.001, 0.999), FAIL), (3, (1.0, 1.001, 0.999), PASS)):
+        varied(tmp_path, "gpu", {"kept": [1.0, 1.5, 2.0, 1.0][:count]}, run_id=run_id, count=count)
+        c = judged(replace(repeated(gpu, *scales), directory=tmp_path), 8)
+        assert c.status == status and ("(kept)" in c.reason) == (status == FAIL)
+    varied(tmp_path, "gpu", {"kept": [1.0, 1.5, 2.0, 1.0]}, run_id="another", count=4)
+    assert judged(replace(repeated(gpu, 1.0, 1.0), directory=tmp_path), 8).status == INSUFFICIENT
+    assert judged(replace(gpu, directory=tmp_path), 8).reason == "variability.json is of other runs"
+    (tmp_path / scorecard.VARIABILITY).write_text("{", "utf-8")
+    assert scorecard._finished(replace(repeated(gpu, 1.0, 1.0, 1.0), directory=tmp_path), 8, ()).status == INCOMPLETE
+
+
+def in_iteration(run: derive.LoadedRun, number: int, family: str, change) -> derive.LoadedRun:
+    """Change the records of a family in one of the repeats."""
+    def altered(part: derive.LoadedRun) -> derive.LoadedRun:
+        file = part.files[family]
+        return replace(part, files=part.files | {family: replace(file, records=[change(r) for r in file.records])})
+
+    return replace(run, repeats=tuple(altered(r) if r.iteration == number else r for r in run.repeats))
+
+
+def test_iterations_that_are_alike_are_judged_as_one(gpu):
+    alone, three = (scorecard.judge(x, WHOLE) for x in (gpu, repeated(gpu, 1.0, 1.0, 1.0)))
+    assert (three.verdict, three.implausible) == (alone.verdict, alone.implausible) == (GO, ())
+    for c in alone.criteria:
+        if c.sc not in ("SC-6", "SC-8", "SC-9"):  # more results, the spread of others, and the sample's logs
+            assert three.criterion(c.sc) == c
+
+
+def test_a_wrong_result_of_any_iteration_is_invalid(gpu):
+    def wrong(r: Record) -> Record:
+        if r.case != "square.8192" or not r.error:
+            return r
+        return replace(r, error=r.error | {"ok": False, "rel_frobenius": 0.5})
+
+    card = scorecard.judge(in_iteration(repeated(gpu, 1.0, 1.0, 1.0), 3, "compute", wrong), WHOLE)
+    c = card.criterion("SC-6")
+    assert (c.status, card.verdict) == (INVALID, NO_GO)
+    assert "iteration 3: compute square.8192: relative Frobenius error 0.5" in c.reason
+    assert c.evidence and all(line.startswith("iteration 3: compute square.8192") for line in c.evidence)
+    assert card.criterion("SC-1").status == PASS
+
+
+def test_a_row_that_cannot_be_is_invalid_in_any_iteration(gpu):
+    def faster(r: Record) -> Record:
+        return replace(r, samples_s=tuple(s / 5 for s in r.samples_s)) if r.case == "square.8192" else r
+
+    card = scorecard.judge(in_iteration(repeated(gpu, 1.0, 1.0, 1.0), 3, "compute", faster), WHOLE)
+    c = card.criterion("SC-1")
+    assert (c.status, card.verdict) == (INVALID, NO_GO) and c.reason.startswith("iteration 3: square.8192 computes")
+    assert c.evidence and all(line.startswith("iteration 3: ") for line in c.evidence)
+    assert {(i.iteration, i.level) for i in card.implausible} == {(3, plausibility.INVALID)}
+
+
+def test_a_row_that_cannot_be_counts_where_the_first_iteration_lacks_its_family(gpu):
+    run = repeated(gpu, 1.0, 1.0)
+    first = replace(run, files={name: f for name, f in run.files.items() if name != "compute"})
+    found = [replace(impossible("compute", reason="iteration 2: too fast"), iteration=2)]
+    c = scorecard._finished(first, 1, found)
+    assert c.status == INVALID and c.reason == "iteration 2: too fast" and c.evidence
+
+
+def test_speed_is_judged_by_the_iteration_that_the_pages_show(gpu):
+    run = repeated(gpu, 1.0, 3.0)
+    assert scorecard.judge(run, WHOLE).criterion("SC-1").status == PASS
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_family_that_failed_in_a_later_iteration_is_incomplete(gpu, kept):
+    bad = {"status": "failed", "message": "out of memory", "seconds": 1.0, "started_utc": ""}
+    ok = bad | {"status": "ok", "message": ""}
+    ends = {"compute": {**bad, "iterations": {"1": ok, "2": ok, "3": bad}}}
+    run = repeated(gpu, 1.0, 1.0, 1.0, **ends)
+    if not kept:
+        *others, last = run.repeats
+        last = replace(last, files={name: f for name, f in last.files.items() if name != "compute"})
+        run = replace(run, repeats=(*others, last))
+    card = scorecard.judge(run, WHOLE)
+    c = card.criterion("SC-1")
+    assert (c.status, card.verdict, card.exit_status) == (INCOMPLETE, CONDITIONAL, 1)
+    assert c.reason.startswith("iteration 3: family compute failed (out of memory)") and run.status["compute"] == ok
+
+
+def test_an_iteration_that_was_never_begun_is_incomplete(gpu):
+    run = repeated(gpu, 1.0, 1.0)
+    run = derive.separated(replace(gpu, info=run.info | {"iterations": 2}, status={}))
+    card = scorecard.judge(run, WHOLE)
+    assert card.verdict == CONDITIONAL
+    assert card.criterion("SC-2").reason.startswith("iteration 2: family bandwidth was chosen and left no records")
+
+
 # --------------------------------------------------------------------------------------------- SC-9
 
 

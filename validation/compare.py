@@ -71,7 +71,7 @@ class Headline:
     basis_blocks: tuple[float, ...] = field(default=(), repr=False)
 
 
-_HEADLINES = {  # key: label, family, unit, higher is better
+HEADLINES = {  # key: label, family, unit, higher is better
     "compute_roof": ("compute roof", "compute", "FLOP/s", True),
     "bandwidth_roof": ("bandwidth roof", "bandwidth", "B/s", True),
     "best_square": ("best square GEMM", "compute", "FLOP/s", True),
@@ -85,19 +85,8 @@ _HEADLINES = {  # key: label, family, unit, higher is better
 
 
 def processes(run: LoadedRun) -> list[LoadedRun]:
-    """The fresh processes inside a run: one run for each `iteration` of its records, with those records alone."""
-    iterations = _iterations(run)
-    if len(iterations) < 2:
-        return [run]
-    out = []
-    for i in iterations:
-        files = {name: replace(f, records=[r for r in f.records if r.iteration == i]) for name, f in run.files.items()}
-        out.append(replace(run, files={name: f for name, f in files.items() if f.records}))
-    return out
-
-
-def _iterations(run: LoadedRun) -> list[int]:
-    return sorted({r.iteration for f in run.files.values() for r in f.records})
+    """The fresh processes inside a run, by number: its iterations that left records."""
+    return [p for p in run.iterations if p.files] or [run]
 
 
 def case_rows(run: LoadedRun) -> dict[Key, Row]:
@@ -123,7 +112,7 @@ def headlines(run: LoadedRun) -> dict[str, Headline]:
 
 
 def _headlines(run: LoadedRun, cases: dict[Key, Row]) -> dict[str, Headline]:
-    out = {key: Headline(key, *about, reason=_absent(run, about[1])) for key, about in _HEADLINES.items()}
+    out = {key: Headline(key, *about, reason=_absent(run, about[1])) for key, about in HEADLINES.items()}
 
     def put(key: str, value: Estimate | None, reason: str, **more: Any) -> None:
         out[key] = replace(out[key], value=value, reason="" if value else reason, **(more if value else {}))
@@ -565,7 +554,7 @@ def compare(base: Sequence[LoadedRun], runs: Sequence[LoadedRun], across: bool =
         if any(s.good for s in both):  # what was timed nowhere has lost nothing
             out.append(compared(kind, *both, config, across))
 
-    for key in _HEADLINES:
+    for key in HEADLINES:
         add(made, "headline", key, lambda p, key=key: p.numbers[key])
     for key in dict.fromkeys(k for p in everyone for k in p.cases):
         add(rows, "case", key, lambda p, key=key: _of_case(p.run, p.cases, key))
@@ -603,7 +592,7 @@ def _process(run: LoadedRun) -> _Process:
 
 
 def _ids(side: Iterable[LoadedRun]) -> tuple[ProcessId, ...]:
-    return tuple(ProcessId(r.info["run_id"], i, r.info["created_utc"]) for r in side for i in _iterations(r) or [0])
+    return tuple(ProcessId(r.info["run_id"], p.iteration, r.info["created_utc"]) for r in side for p in processes(r))
 
 
 def side_of(name: str, numbers: Sequence[Headline], floors: Sequence[float | None]) -> Side:
@@ -879,7 +868,7 @@ def variability(runs: Sequence[LoadedRun]) -> Variability:
     _unlike((RUN, runs), mend="give runs of one machine and one workload")
     numbers = [headlines(p) for r in runs for p in processes(r)]
     spreads = []
-    for key in _HEADLINES:
+    for key in HEADLINES:
         mine = [n[key] for n in numbers]
         if any(n.value for n in mine):
             own = [_own_variance(n) if n.value else None for n in mine]

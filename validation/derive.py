@@ -7,9 +7,10 @@ values are in base units (s, FLOP/s, B/s, Hz); scaling and rounding belong to th
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,25 @@ from validation import config as configuration
 from validation.config import Config
 
 ANCHOR_MOVED = "NOISY: anchor moved"
+MOST_ITERATIONS = 9999
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A record of role "mark", and how many records of its family and iteration stand before it."""
+
+    record: Record
+    after: int
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The raw part of a run. `files` holds the families that were measured, by name; `unreadable`: why a family, or
-    env.json or status.json, was left out."""
+    """The raw part of a run: of ONE iteration, the first that left records, with the others as `repeats`.
+
+    `files` holds the families that were measured, by name, without marks; those are in `marks`. `status` is how the
+    families ended in this iteration. A repeat may be without records. `unreadable`: why a family, or env.json or
+    status.json, was left out.
+    """
 
     directory: Path
     info: dict[str, Any]  # run.json
@@ -36,6 +50,14 @@ class LoadedRun:
     found: targets.Found
     config: Config
     unreadable: dict[str, str] = field(default_factory=dict)
+    iteration: int = 1
+    marks: tuple[Mark, ...] = ()
+    repeats: tuple[LoadedRun, ...] = ()
+
+    @property
+    def iterations(self) -> tuple[LoadedRun, ...]:
+        """Every iteration by its number, this one among them."""
+        return tuple(sorted((self, *self.repeats), key=lambda r: r.iteration))
 
     @property
     def kind(self) -> str:
@@ -63,6 +85,9 @@ def load(directory: Path, config: Config | None = None, lenient: bool = False) -
     for key in ("run_id", "method", "created_utc", "workload", "settings", "target"):
         if key not in info:
             raise RecordError(f"{directory / 'run.json'}: {key} is missing; measure again")
+    count = info.get("iterations", 1)
+    if type(count) is not int or not 1 <= count <= MOST_ITERATIONS:
+        raise RecordError(f"{directory / 'run.json'}: iterations is {count!r}; expected a whole number, 1 to {MOST_ITERATIONS}")
     files: dict[str, RecordFile] = {}
     unreadable: dict[str, str] = {}
     for path in sorted((directory / "records").glob("*.jsonl")):
@@ -87,7 +112,7 @@ def load(directory: Path, config: Config | None = None, lenient: bool = False) -
             if not lenient:
                 raise
             beside[name], unreadable[name] = None, str(exc).replace(f"{directory}{os.sep}", "")
-    return LoadedRun(
+    return separated(LoadedRun(
         directory=directory,
         info=info,
         env=beside["env.json"],
@@ -97,18 +122,63 @@ def load(directory: Path, config: Config | None = None, lenient: bool = False) -
         found=found,
         config=config or configuration.of_run(directory),
         unreadable=unreadable,
-    )
+    ))  # fmt: skip
+
+
+def separated(run: LoadedRun) -> LoadedRun:
+    """A run whose files hold all iterations and their marks -> its first iteration, the others beside it."""
+    every = {r.iteration for f in run.files.values() for r in f.records}
+    measured = {r.iteration for f in run.files.values() for r in f.records if r.role != "mark"}
+    known = every | {int(i) for end in run.status.values() for i in end.get("iterations", ())}
+    known |= set(range(1, run.info.get("iterations", 0) + 1))
+    first = min(measured, default=min(known, default=1))
+
+    def of(iteration: int) -> LoadedRun:
+        files, marks = {}, []
+        for family, file in run.files.items():
+            mine = [r for r in file.records if r.iteration == iteration]
+            if not mine and (file.records or iteration != first):
+                continue
+            kept = [r for r in mine if r.role != "mark"]
+            cut_off = file.truncated and (not mine or mine[-1] is file.records[-1])
+            files[family] = RecordFile(file.run, kept, cut_off)
+            there = 0
+            for r in mine:
+                if r.role == "mark":
+                    marks.append(Mark(r, there))
+                else:
+                    there += 1
+        status = {family: how for family, end in run.status.items() if (how := _ended(end, iteration))}
+        return replace(run, files=files, status=status, marks=tuple(marks), iteration=iteration)
+
+    return replace(of(first), repeats=tuple(of(i) for i in sorted(known - {first})))
+
+
+def _ended(end: dict[str, Any], iteration: int) -> dict[str, Any] | None:
+    """How one iteration of a family ended; an entry without iterations is of the first."""
+    if "iterations" in end:
+        return end["iterations"].get(str(iteration))
+    return end if iteration == 1 else None
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """env.json or status.json, each an object; of the second every value is one too. None where it is missing."""
+    """env.json or status.json, each an object; of the second every value is one too, and its iterations by number. None
+    where it is missing."""
     if not path.is_file():
         return None
     data = records.read_json(path)
-    flat = path.name == "status.json" and isinstance(data, dict) and not all(isinstance(v, dict) for v in data.values())
-    if not isinstance(data, dict) or flat:
+    if not isinstance(data, dict) or (path.name == "status.json" and not all(map(_is_status, data.values()))):
         raise RecordError(f"{path}: no JSON object of objects; delete it, or measure again")
     return data
+
+
+def _is_status(end: Any) -> bool:
+    if not isinstance(end, dict):
+        return False
+    each = end.get("iterations", {})
+    return isinstance(each, dict) and all(
+        re.fullmatch("[1-9][0-9]{0,3}", number) and isinstance(how, dict) for number, how in each.items()
+    )
 
 
 def _read_family(path: Path, family: str, info: dict[str, Any]) -> RecordFile:
@@ -164,9 +234,9 @@ class Row:
 def rows(items: Iterable[Record], config: Config, kind: str = "gpu") -> list[Row]:
     """Group the records of a family by role and case, in order of first appearance.
 
-    A row measured between two runs of an anchor that moved is marked.
+    A row measured between two runs of an anchor that moved is marked. Of a pair that a kill cut short nothing counts.
     """
-    items = list(items)
+    items = _whole_pairs(items)
     moved = {turn for a in anchors(items, config) for turn in a.moved}
     groups: dict[tuple[str, str], list[Record]] = {}
     disturbed: set[tuple[str, str]] = set()
@@ -178,6 +248,21 @@ def rows(items: Iterable[Record], config: Config, kind: str = "gpu") -> list[Row
         if turn in moved and r.samples_s and r.role != "anchor":
             disturbed.add((r.role, r.case))
     return [_row(group, config, key in disturbed, kind) for key, group in groups.items()]
+
+
+def _whole_pairs(items: Iterable[Record]) -> list[Record]:
+    """Without the members of pairs (see `Record.pair_id`) that lack a case which those cases are paired with elsewhere."""
+    items = list(items)
+    wrong = {r.case for r in items if r.error and not r.error["ok"]}  # no time, so nobody waits for it
+    together: dict[str, set[str]] = {}
+    for r in items:
+        if r.pair_id is not None and r.samples_s:
+            together.setdefault(r.pair_id, set()).add(r.case)
+    partners: dict[str, set[str]] = {}
+    for cases in together.values():
+        for case in cases:
+            partners.setdefault(case, set()).update(cases - wrong)
+    return [r for r in items if r.pair_id is None or not r.samples_s or partners[r.case] <= together[r.pair_id]]
 
 
 def _row(group: Sequence[Record], config: Config, anchor_moved: bool, kind: str) -> Row:

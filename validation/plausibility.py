@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from escher_kernels import workload
 from escher_kernels.bandwidth import HOST_OPS, OPS
@@ -82,6 +82,7 @@ class Implausible:
     level: str
     cause: str
     reason: str
+    iteration: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,20 @@ class Known:
 
 
 def check(run: LoadedRun) -> list[Implausible]:
-    """Everything that cannot be, or nearly so, the gravest first."""
+    """Everything that cannot be, or nearly so, the gravest first; of the run's repeats what is INVALID, said so."""
+    found = _check(run)
+    for repeat in run.repeats:
+        bad = (x for x in _check(repeat) if x.level == INVALID)
+        found += [replace(x, reason=f"iteration {repeat.iteration}: {x.reason}") for x in bad]
+    return sorted(found, key=lambda x: (-LEVELS.index(x.level), -(x.excess_frac or 0)))
+
+
+def _check(run: LoadedRun) -> list[Implausible]:
     rows = {family: derive.rows(run.records(family), run.config, run.kind) for family in run.files}
     c, b = derive.compute(run), derive.bandwidth(run)
     known = Known(run, c, b, rows, tuple(_flats(run, c, b)))
-    found = [x for family in run.files for rule in (zero, *RULES.get(family, ())) for x in rule(known, family)]
-    return sorted(found, key=lambda x: (-LEVELS.index(x.level), -(x.excess_frac or 0)))
+    found = (x for family in run.files for rule in (zero, *RULES.get(family, ())) for x in rule(known, family))
+    return [replace(x, iteration=run.iteration) for x in found]
 
 
 # ---- ceilings ----

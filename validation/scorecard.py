@@ -4,6 +4,9 @@ A speed criterion is judged by its whole interval: wholly good PASS, wholly bad 
 while other work disturbed the measurement is INSUFFICIENT on a GPU, unless telemetry saw the device throttle for heat in
 the windows of that row: that is the device's own doing. On a CPU host a missed speed is WARN_CPU. Correctness is judged
 regardless. Every threshold comes from the configuration with its source and date.
+
+Of a run with several iterations, speed is judged by the one that the pages show, and how far the others lie from it is
+SC-8's. A wrong result, a physically impossible row and a family that did not finish count in whichever iteration they are.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -130,25 +133,32 @@ def _finished(run: LoadedRun, number: int, found: Sequence[plausibility.Implausi
     """One criterion, after what the guard found in its family and how the family ended."""
     title, gating, family = TITLES[number]
     base = Criterion(f"SC-{number}", title, gating, family, SKIP, "")
-    if family and family not in run.files:
-        return replace(base, **_missing(run, family))
-    if number not in JUDGES:
-        return replace(base, reason=f"this version does not judge family {family}")
-    try:
-        result = JUDGES[number](run, base)
-    except (RecordError, compare.CompareError) as exc:  # one damaged file: the rest is judged
-        result = replace(base, status=INCOMPLETE, reason=str(exc))
-    except (KeyError, TypeError, AttributeError) as exc:
-        result = replace(base, status=INCOMPLETE, reason=f"a record lacks what its family writes ({_what(exc)})")
+    missing, known = bool(family) and family not in run.files, number in JUDGES
+    result = replace(base, **_missing(run, family)) if missing else _judged(run, number, base)
     impossible = [i for i in found if i.level == plausibility.INVALID and i.family == family]
-    if impossible:
+    where = run
+    if known and impossible:
         more = f" (and {len(impossible) - 1} more)" if len(impossible) > 1 else ""
         result = replace(result, status=INVALID, reason=impossible[0].reason + more)
-    if family and (end := _unfinished(run, family)) and result.status not in (INVALID, FAIL):
+        where = next((r for r in run.repeats if r.iteration == impossible[0].iteration), run)
+    end = _unfinished(run, family) if known and family and not missing else None
+    if end and result.status not in (INVALID, FAIL):
         result = replace(result, status=INCOMPLETE, reason=f"{end}; of what was kept: {result.reason}")
-    if result.status in (PASS, NA, SKIP):
+    if not known or result.status in (PASS, NA, SKIP):
         return result
-    return replace(result, evidence=result.evidence or _evidence(run, result))
+    of = "" if where is run else f"iteration {where.iteration}: "
+    return replace(result, evidence=result.evidence or tuple(of + line for line in _evidence(where, result)))
+
+
+def _judged(run: LoadedRun, number: int, base: Criterion) -> Criterion:
+    if number not in JUDGES:
+        return replace(base, reason=f"this version does not judge family {base.family}")
+    try:
+        return JUDGES[number](run, base)
+    except (RecordError, compare.CompareError) as exc:  # one damaged file: the rest is judged
+        return replace(base, status=INCOMPLETE, reason=str(exc))
+    except (KeyError, TypeError, AttributeError) as exc:
+        return replace(base, status=INCOMPLETE, reason=f"a record lacks what its family writes ({_what(exc)})")
 
 
 def _what(exc: Exception) -> str:
@@ -162,7 +172,13 @@ def _missing(run: LoadedRun, family: str) -> dict[str, str]:
 
 
 def _unfinished(run: LoadedRun, family: str) -> str | None:
-    """How a family ended, where it did not end well."""
+    """How a family ended, where it did not end well: in the iteration that is judged, else in another."""
+    ends = ((r, end) for r in (run, *run.repeats) if (end := _unfinished_there(r, family)))
+    where, end = next(ends, (run, None))
+    return end if where is run else f"iteration {where.iteration}: {end}"
+
+
+def _unfinished_there(run: LoadedRun, family: str) -> str | None:
     end, file = run.status.get(family), run.files.get(family)
     if family in run.unreadable:
         return f"the records of family {family} cannot be used ({run.unreadable[family]})"
@@ -280,8 +296,9 @@ def _evidence(run: LoadedRun, c: Criterion) -> tuple[str, ...]:
     family = c.family
     if c.sc == "SC-6":
         bounds = _bounds(run)
-        wrong = [r for f in run.files for r in run.records(f) if r.error and _is_wrong(r, bounds)]
-        return tuple(f"{r.family} {r.case}: backend {r.backend or 'unknown'}, error {_figures_of(r.error)}" for r in wrong[:6])
+        wrong = [(of, r) for of, r in _checked(run) if _is_wrong(r, bounds)]
+        return tuple(f"{of}{r.family} {r.case}: backend {r.backend or 'unknown'}, error {_figures_of(r.error)}"
+                     for of, r in wrong[:6])  # fmt: skip
     if family is None or family not in run.files:
         return ()
     items, out = run.records(family), []
@@ -608,16 +625,13 @@ def _sc6(run: LoadedRun, base: Criterion) -> Criterion:
     names = ("gemm_elementwise_rel", "gemm_elementwise_abs", "freivalds_sigma_ratio")  # of ratios that the checks store
     limits = [*bounds.values(), *(limit(run, n) for n in names)]
     wrong, checked, largest = [], 0, None
-    for family in run.files:
-        for r in run.records(family):
-            if not r.error:
-                continue
-            checked += 1
-            if why := _is_wrong(r, bounds):
-                wrong.append(f"{family} {r.case}: {why}")
-            elif (rel := r.error.get("rel_frobenius")) is not None and not r.params.get("reduced_precision"):
-                share = rel / r.error.get("rel_frobenius_limit", math.inf)
-                largest = max(largest or (0.0, ""), (share, f"{family} {r.case}"))
+    for of, r in _checked(run):
+        checked += 1
+        if why := _is_wrong(r, bounds):
+            wrong.append(f"{of}{r.family} {r.case}: {why}")
+        elif (rel := r.error.get("rel_frobenius")) is not None and not r.params.get("reduced_precision"):
+            share = rel / r.error.get("rel_frobenius_limit", math.inf)
+            largest = max(largest or (0.0, ""), (share, f"{of}{r.family} {r.case}"))
     figures = [Figure("results checked", checked, "count"), Figure("wrong", len(wrong), "count")]
     if largest:
         figures.append(Figure(f"largest error over its bound: {largest[1]}", largest[0], "fraction"))
@@ -628,6 +642,13 @@ def _sc6(run: LoadedRun, base: Criterion) -> Criterion:
         gone = [f for f in ("compute", "ops", "e2e") if f in run.info.get("families", ())]
         return replace(base, status=INCOMPLETE if gone else SKIP, reason="no result was checked")
     return replace(base, status=PASS, reason=f"all {checked} checked results lie inside their bounds")
+
+
+def _checked(run: LoadedRun) -> Iterator[tuple[str, Record]]:
+    """Every record with a check in every iteration; before it the words that name another iteration than the judged one."""
+    for part in (run, *run.repeats):
+        of = "" if part is run else f"iteration {part.iteration}: "
+        yield from ((of, r) for family in part.files for r in part.records(family) if r.error)
 
 
 def _bounds(run: LoadedRun) -> dict[str, Limit]:
@@ -660,14 +681,24 @@ def _is_wrong(r: Record, bounds: dict[str, Limit]) -> str | None:
 
 
 def _sc8(run: LoadedRun, base: Criterion) -> Criterion:
-    path = run.directory / VARIABILITY
-    if not path.is_file():
-        why = "one run alone has no spread between runs; escher variability --runs 3 makes more"
-        return replace(base, status=SKIP, reason=why, limits=_variability_limits(run))
-    found = compare.read_summary(read_json(path), str(path))
-    if run.info["run_id"] not in [p.run_id for p in found.processes]:
-        return replace(base, status=SKIP, reason=f"{VARIABILITY} is of other runs", limits=_variability_limits(run))
+    found = variability(run)
+    if isinstance(found, str):
+        return replace(base, status=SKIP, reason=found, limits=_variability_limits(run))
     return judge_variability(run, found)
+
+
+def variability(run: LoadedRun) -> compare.Variability | str:
+    """What SC-8 is judged by: the run's own iterations or the variability that was kept in it, whichever has more
+    processes (of equally many its own); why there is neither, as text. RecordError or CompareError for a damaged file."""
+    own, path = compare.processes(run), run.directory / VARIABILITY
+    kept, why = None, "one run alone has no spread between runs; escher variability --runs 3, or ITERATIONS=3, makes more"
+    if path.is_file():
+        kept = compare.read_summary(read_json(path), str(path))
+        if run.info["run_id"] not in [p.run_id for p in kept.processes]:
+            kept, why = None, f"{VARIABILITY} is of other runs"
+    if len(own) > 1 and len(own) >= len(kept.processes if kept else ()):
+        return compare.variability([run])
+    return kept or why
 
 
 def _variability_limits(run: LoadedRun) -> tuple[Limit, Limit]:
