@@ -11,19 +11,25 @@ SET_UP = $(call quote,$(PYTHON)) escher_book/setup_env.py$(call flag,DEVICE,devi
 IN_ENV = $(SET_UP) --
 on    = $(if $(filter-out 0,$($(1))), --$(2))
 RUN_OR_NEWEST = $(if $(RUN), $(call quote,$(RUN)))$(call flag,RESULTS_DIR,results-dir)
-MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REFERENCE_MODEL,reference-model)$(call flag,DEPTH,depth)$(call flag,TOKENS,tokens)$(call flag,WINDOW,window)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)
+MEASURE = $(call flag,TARGET,target)$(call flag,DEVICE,device)$(call flag,FAMILIES,families)$(call flag,BUDGET,budget)$(call flag,RESULTS_DIR,results-dir)$(call flag,WORKLOAD,workload)$(call flag,REFERENCE_MODEL,reference-model)$(call flag,DEPTH,depth)$(call flag,TOKENS,tokens)$(call flag,WINDOW,window)$(call flag,REPORT_CONFIG,report-config)$(call flag,TIMEOUT_S,timeout-s)$(CONDUCT)
+CONDUCT = $(call on,ALL,all)$(call on,REQUIRE_GPU,require-gpu)$(call flag,ITERATIONS,iterations)$(call flag,RUN_TIMEOUT_S,run-timeout-s)$(call flag,NUMACTL,numactl)$(call flag,STAT_INTERVAL,stat-interval)$(call on,NO_STAT,no-stat)$(call on,PREPARE_SYS,prepare-sys)$(if $(filter-out 0 1,$(RESUME)),$(call flag,RESUME,resume),$(call on,RESUME,resume))$(call on,DRY_RUN,dry-run)
 
-.PHONY: help book run report score validate compare baseline variability selftest lab sample test test-all env clean distclean
+.PHONY: help book run report export list doctor score validate compare baseline variability selftest lab sample test test-all env clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 | \2/p' Makefile | awk -F' [|] ' '{printf "%-17s %s\n", $$1, $$2}'
 	@echo
 	@echo "  Variables, each the command line's flag of that name:"
 	@echo "  book, run        TARGET= DEVICE=auto|rocm|cuda|cpu FAMILIES= BUDGET=quick|standard|full"
-	@echo "                   WORKLOAD= or REFERENCE_MODEL=  DEPTH= TOKENS= WINDOW="
-	@echo "                   RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S="
+	@echo "                   WORKLOAD= (one or several) or REFERENCE_MODEL=  DEPTH= TOKENS= WINDOW=  ALL=1"
+	@echo "                   ITERATIONS= RESUME=1 or RESUME=<run> DRY_RUN=1 REQUIRE_GPU=1"
+	@echo "                   RESULTS_DIR= REPORT_CONFIG= TIMEOUT_S= RUN_TIMEOUT_S="
+	@echo "                   PREPARE_SYS=1 NUMACTL=\"<spec>\" STAT_INTERVAL= NO_STAT=1"
 	@echo "                   book: STRICT=1 NO_VALIDATE=1"
 	@echo "  report, score    RUN= RESULTS_DIR= STRICT=1"
+	@echo "  export           RUN= RESULTS_DIR= FORMAT=md OUTPUT_NAME="
+	@echo "  list             WHAT=families|workloads|targets|models|tools|backends"
+	@echo "  doctor           REQUIRE_GPU=1 RESULTS_DIR= RESTORE=1"
 	@echo "  validate         RUN= IMPORT=<a log made elsewhere>"
 	@echo "  compare          RUN= BASE= ACROSS=1 STRICT=1"
 	@echo "  baseline         RUN=<a run, or a folder of runs>"
@@ -39,6 +45,15 @@ run:  ## measure only: records in RESULTS_DIR
 
 report:  ## judge and build the pages again from the records of RUN
 	@$(IN_ENV) escher report$(RUN_OR_NEWEST)$(call on,STRICT,strict)
+
+export:  ## write the report of RUN as one file
+	@$(IN_ENV) escher export$(RUN_OR_NEWEST)$(call flag,FORMAT,format)$(call flag,OUTPUT_NAME,output-name)
+
+list:  ## families, workloads, targets, models, outside tools, optional backends
+	@$(IN_ENV) escher list$(if $(WHAT), $(call quote,$(WHAT)))
+
+doctor:  ## is this machine fit to be measured?
+	@$(IN_ENV) escher doctor$(call on,REQUIRE_GPU,require-gpu)$(call flag,RESULTS_DIR,results-dir)$(call on,RESTORE,restore)
 
 score:  ## judge RUN: the scorecard alone
 	@$(IN_ENV) escher score$(RUN_OR_NEWEST)$(call on,STRICT,strict)

@@ -7,15 +7,20 @@ compare, validate, variability and selftest that what they look for was found. 2
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from escher_book import judging, runner
+from escher_book import conduct, doctor, export, judging, listing, prepare_sys, runner
 from escher_book import report as reports
 from escher_book.stage import BookError
 from escher_kernels import targets
@@ -27,6 +32,7 @@ from validation import config as configuration
 from validation import derive, scorecard
 from validation.compare import CompareError
 
+NEWEST = "newest"  # --resume without a run
 EXPECTED = (
     runner.RunError, RecordError, BookError, WorkloadError, CompareError, targets.ConfigError, targets.TargetError,
     targets.DeviceError,
@@ -37,16 +43,33 @@ def _options(function: Callable) -> Callable:
     for option in reversed((
         click.option("--target", default="auto", show_default=True, help="auto, cpu, or a key of configs/report_config.json"),
         click.option("--device", default="auto", show_default=True, type=click.Choice(["auto", "rocm", "cuda", "cpu"])),
-        click.option("--families", default="benchmark", show_default=True, help='e.g. "compute bandwidth"; benchmark: all'),
+        click.option("--require-gpu", is_flag=True, help="refuse to measure a CPU"),
+        click.option("--families", default="benchmark", show_default=True,
+                     help='e.g. "compute bandwidth"; benchmark: numbers 0 to 6; all: every one'),
         click.option("--budget", default="standard", show_default=True, type=click.Choice(list(BUDGETS))),
-        click.option("--workload", default="escher_14b_480p", show_default=True, help="a name in configs/, or a .json file"),
+        click.option("--workload", default="escher_14b_480p", show_default=True,
+                     help="a name in configs/, a .json file, or several names: a run each"),
+        click.option("--all", "every", is_flag=True, help="every family for every workload"),
         click.option("--reference-model", default=None, help="run the workload of this model of reference_video_models.json"),
         click.option("--depth", default=None, type=click.IntRange(min=1), help="blocks  [default: as the host can run]"),
         click.option("--tokens", default=None, type=click.IntRange(min=1), help="query tokens of a call"),
         click.option("--window", default=None, type=click.IntRange(min=1), help="tokens a query attends to"),
         click.option("--report-config", default=None, help="another report_config.json"),
         click.option("--results-dir", default=None, help="where runs go  [default: results]"),
+        click.option("--iterations", default=1, show_default=True, type=click.IntRange(min=1),
+                     help="how often, each time in fresh processes"),
         click.option("--timeout-s", default=None, type=click.IntRange(min=1), help="time a family may take"),
+        click.option("--run-timeout-s", default=None, type=click.IntRange(min=1), help="time all families together may take"),
+        click.option("--numactl", default=None, metavar="SPEC", help="measure under numactl SPEC, e.g. '--localalloc'"),
+        click.option("--stat-interval", default=1.0, show_default=True, type=click.FloatRange(min=0.05, max=3600),
+                     help="seconds between two readings of the host's telemetry"),
+        click.option("--no-stat", is_flag=True, help="no telemetry"),
+        click.option("--prepare-sys", is_flag=True,
+                     help="tune the machine for the run and put everything back (root): NUMA balancing, huge pages, "
+                          "compaction, caches, governor, GPU performance level"),
+        click.option("--resume", default=None, is_flag=False, flag_value=NEWEST, metavar="[RUN]",
+                     help="go on with RUN (default: the newest) where it was ended, as it was begun"),
+        click.option("--dry-run", is_flag=True, help="tell what would be measured and how long it would take"),
     )):  # fmt: skip
         function = option(function)
     return function
@@ -58,26 +81,81 @@ def cli() -> None:
 
 
 def _measure(
-    families: str, results_dir: str | None, timeout_s: float | None, **settings: Any
-) -> tuple[Path, dict, Any]:
-    chosen = runner.choose(families)
+    *, families: str, results_dir: str | None, workload: str, every: bool, require_gpu: bool, dry_run: bool,
+    resume: str | None, iterations: int, timeout_s: int | None, run_timeout_s: int | None, numactl: str | None,
+    stat_interval: float, no_stat: bool, prepare_sys: bool, **settings: Any,
+) -> Iterator[conduct.Made]:  # fmt: skip
+    """Measure what the options ask for, a run for each workload. Exits after a dry run, and after Ctrl-C with 130."""
+    root = runner.results_root(results_dir)
+    how = runner.Conduct(iterations, timeout_s, run_timeout_s, numactl, None if no_stat else stat_interval, prepare_sys)
+    if resume:
+        if dry_run or every:
+            raise click.UsageError("--dry-run and --all are for new runs; leave --resume out")
+        asked = {"families": families, "workload": workload, **settings}
+        run_dir = _chosen(None if resume == NEWEST else resume, results_dir)
+        yield from _guarded(lambda: _resume(run_dir, asked, how, require_gpu))
+        return
+    if every and (_given("families") or _given("workload") or _given("reference_model")):
+        raise click.UsageError("--all is every family and every workload; leave --families, --workload and --reference-model out")
+    chosen = runner.choose("all" if every else families)
     try:
-        wanted = Settings.from_json(settings)
+        wanted = [_absolute({**settings, "workload": name}) for name in conduct.workloads(workload, every)]
     except ValueError as exc:
         raise runner.RunError(str(exc)) from None
-    if wanted.report_config:
-        wanted = Settings.from_json({**settings, "report_config": str(Path(wanted.report_config).absolute())})
-    if wanted.workload.endswith(".json"):
-        wanted = Settings.from_json({**wanted.to_json(), "workload": str(Path(wanted.workload).absolute())})
-    configuration.load(wanted.report_config)  # a threshold that cannot be used is said before anything is measured
-    run_dir = runner.new_run(runner.results_root(results_dir), wanted, chosen, runner.plan(wanted))
-    console = runner.Console(run_dir / "raw" / "run.log")
-    console(f"run {run_dir}")
+    configuration.load(wanted[0].report_config)  # a threshold that cannot be used is said before anything is measured
+    asked = conduct.Asked(tuple(wanted), tuple(chosen), how, root, require_gpu)
+    if dry_run:
+        click.echo(conduct.dry_run(asked))
+        raise click.exceptions.Exit(0)
+    for one, plan in zip(wanted, conduct.planned(asked), strict=True):
+        yield from _guarded(lambda one=one, plan=plan: conduct.measured(asked, one, plan))
+
+
+def _absolute(settings: dict[str, Any]) -> Settings:
+    """The settings, with paths that hold in another working directory. Raises ValueError."""
+    out = Settings.from_json(settings)
+    if out.report_config:
+        out = replace(out, report_config=str(Path(out.report_config).absolute()))
+    return replace(out, workload=str(Path(out.workload).absolute())) if out.workload.endswith(".json") else out
+
+
+def _given(option: str) -> bool:
+    """Whether the command line names the option, even if with its default."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def _guarded(work: Callable[[], conduct.Made]) -> Iterator[conduct.Made]:
     try:
-        return run_dir, runner.measure(run_dir, chosen, wanted, console, timeout_s), console
+        made = work()
     except KeyboardInterrupt:
-        console(f"interrupted; what was measured is kept: make report RUN={run_dir}")
         raise click.exceptions.Exit(130) from None
+    try:
+        yield made
+    finally:
+        made.console.close()
+
+
+def _resume(run_dir: Path, asked: dict[str, Any], how: runner.Conduct, require_gpu: bool) -> conduct.Made:
+    """Go on with a run by its own settings. RunError for an option that is given and says something else."""
+    settings, chosen, kept = conduct.resumable(run_dir, require_gpu)
+    there = {**settings.to_json(), "families": " ".join(chosen)}
+    here = {**_absolute({k: v for k, v in asked.items() if k != "families"}).to_json(),
+            "families": " ".join(runner.choose(asked["families"]))}  # fmt: skip
+    for option in (name for name in here if _given(name) and here[name] != there[name]):
+        raise runner.RunError(
+            f"--{option.replace('_', '-')} is {here[option]!r}, {run_dir.name} was begun with {there[option]!r}: leave it out, "
+            "or measure into a new run"
+        )
+    more = {name: getattr(how, name) for name in ("timeout_s", "run_timeout_s")}
+    for option, name in (("iterations", "iterations"), ("numactl", "numactl"), ("prepare_sys", "prepare_sys"),
+                         ("stat_interval", "stat_interval_s"), ("no_stat", "stat_interval_s")):  # fmt: skip
+        if _given(option):
+            more[name] = getattr(how, name)
+    if more.get("iterations", kept.iterations) < kept.iterations:
+        raise runner.RunError(
+            f"--iterations is {how.iterations}, {run_dir.name} was begun with {kept.iterations}: give at least as many"
+        )
+    return conduct.resumed(run_dir, settings, chosen, replace(kept, **more))
 
 
 def _build(run_dir: Path, console: runner.Console, executed: dict | None = None, strict: bool = False) -> int:
@@ -105,9 +183,11 @@ def _tell(card: scorecard.Scorecard, console: Callable[[str], None], strict: boo
 @_options
 def run(**options: Any) -> int:
     """Measure only: records go to a new directory below results/."""
-    run_dir, status, _ = _measure(**options)
-    print(run_dir)
-    return 0 if all(s["status"] == "ok" for s in status.values()) else 1
+    whole = True
+    for made in _measure(**options):
+        print(made.run_dir)
+        whole = whole and all(made.whole.values())
+    return 0 if whole else 1
 
 
 STRICT = click.option("--strict", is_flag=True, help="exit with 3 for anything short of GO")
@@ -116,7 +196,11 @@ RUN = click.argument("run_dir", metavar="[RUN]", required=False)
 
 
 def _chosen(run_dir: str | None, results_dir: str | None) -> Path:
-    return Path(run_dir).absolute() if run_dir else runner.newest(runner.results_root(results_dir))
+    """The run that is named, a link such as results/latest resolved; else the newest."""
+    if not run_dir:
+        return runner.newest(runner.results_root(results_dir))
+    path = Path(run_dir).absolute()
+    return path.resolve() if path.is_symlink() else path
 
 
 @cli.command()
@@ -125,18 +209,22 @@ def _chosen(run_dir: str | None, results_dir: str | None) -> Path:
 @click.option("--validate/--no-validate", default=True, show_default=True, help="run the outside tools that are installed")
 def book(strict: bool, validate: bool, **options: Any) -> int:
     """Measure, judge, then build the book: results/<run>/site/index.html."""
-    run_dir, status, console = _measure(**options)
+    statuses = [_book(made, strict, validate) for made in _measure(**options)]
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _book(made: conduct.Made, strict: bool, validate: bool) -> int:
+    """Outside tools, then the book of a run that was just measured. Its exit status."""
     if validate:
         try:
-            judging.run_tools(run_dir, console)
+            judging.run_tools(made.run_dir, made.console)
         except KeyboardInterrupt:
-            console(f"interrupted; what was measured is kept: make report RUN={run_dir}")
+            made.console(f"interrupted; what was measured is kept: make report RUN={made.run_dir}")
             raise click.exceptions.Exit(130) from None
         except (*EXPECTED, OSError) as exc:  # the book must not be lost over it
-            console(f"error: the outside tools could not be run: {exc}")
-    whole = {family: s["status"] == "ok" for family, s in status.items()}
-    built = _build(run_dir, console, whole, strict)
-    return built or (0 if all(whole.values()) else 1)
+            made.console(f"error: the outside tools could not be run: {exc}")
+    built = _build(made.run_dir, made.console, made.whole, strict)
+    return built or (0 if all(made.whole.values()) else 1)
 
 
 @cli.command()
@@ -146,6 +234,55 @@ def book(strict: bool, validate: bool, **options: Any) -> int:
 def report(run_dir: str | None, results_dir: str | None, strict: bool) -> int:
     """Judge and build the pages of RUN (default: the newest) again from its records, without measuring."""
     return _build(_chosen(run_dir, results_dir), runner.Console(None), strict=strict)
+
+
+@cli.command(name="export")
+@RUN
+@RESULTS
+@click.option("--format", "formats", default="md", show_default=True, help="what to write; several with commas")
+@click.option("--output-name", default="report", show_default=True, help="name of the files, without their ending")
+def export_(run_dir: str | None, results_dir: str | None, formats: str, output_name: str) -> int:
+    """Write the report of RUN (default: the newest) as one file beside its records: report.md."""
+    for path in export.export(_chosen(run_dir, results_dir), formats.replace(",", " ").split(), output_name):
+        print(path)
+    return 0
+
+
+@cli.command(name="list")
+@click.argument("what", type=click.Choice(["all", *listing.SECTIONS]), default="all")
+@click.option("--json", "as_json", is_flag=True, help="for other programs")
+def list_(what: str, as_json: bool) -> int:
+    """What there is: families, workloads, targets, reference models, outside tools, optional backends and why not."""
+    found = listing.sections(what)
+    click.echo(json.dumps(listing.to_json(found), indent=1) if as_json else listing.as_text(found))
+    return 0
+
+
+@cli.command(name="doctor")
+@RESULTS
+@click.option("--require-gpu", is_flag=True, help="a host without a usable GPU is a problem")
+@click.option("--restore", is_flag=True, help="put back what a killed --prepare-sys left changed")
+@click.option("--json", "as_json", is_flag=True, help="for other programs")
+def doctor_(results_dir: str | None, require_gpu: bool, restore: bool, as_json: bool) -> int:
+    """Is this machine fit to be measured? Exit status 2 where a row is a problem."""
+    root = runner.results_root(results_dir)
+    if restore:
+        return 0 if prepare_sys.restore(conduct.FILESYSTEM, print, root) else 2
+    found = targets.Found.from_json(runner.plan(Settings())["target"]["found"])  # by a process that has ended by now
+    drift = configuration.load().threshold("calibration_drift_pct")
+    rows = [*doctor.rows(found, root, limits=doctor.Limits(drift_pct=drift), require_gpu=require_gpu), *_left_over(root)]
+    width = shutil.get_terminal_size().columns
+    click.echo(json.dumps(doctor.to_json(rows), indent=1) if as_json else doctor.as_text(rows, width))
+    return doctor.exit_status(rows)
+
+
+def _left_over(root: Path) -> list[doctor.Check]:
+    """The row of a --prepare-sys that was killed together with its guardian."""
+    left = prepare_sys.left_over(conduct.FILESYSTEM, root)
+    if not left:
+        return []
+    why = "a killed run changed them for its own time, and nobody put them back"
+    return [doctor.Check("host", "tuned settings", doctor.ATTENTION, left["message"], "none left changed", why, left["mend"])]
 
 
 @cli.command()
@@ -214,14 +351,15 @@ def variability(paths: tuple[str, ...], runs: int | None, keep: bool, **options:
     """How far fresh-process runs differ: of RUN..., or of --runs N new ones, which keep it for SC-8 (as --keep does)."""
     if bool(paths) == bool(runs):
         raise click.UsageError("give runs that are there, or --runs N to make some")
+    if options["resume"] or options["dry_run"]:
+        raise click.UsageError("--resume and --dry-run are for run and book")
     chosen = [Path(p).absolute() for p in paths]
     for number in range(runs or 0):
-        run_dir, status, console = _measure(**options)
-        failed = [family for family, s in status.items() if s["status"] != "ok"]
-        if failed:
-            console(f"error: run {number + 1}: {', '.join(failed)} did not finish")
-            return 1
-        chosen.append(run_dir)
+        for made in _measure(**options):
+            if failed := [family for family, whole in made.whole.items() if not whole]:
+                made.console(f"error: run {number + 1}: {', '.join(failed)} did not finish")
+                return 1
+            chosen.append(made.run_dir)
     found = [r for p in chosen for r in judging.runs_at(p)]
     return judging.tell_variability(found, keep or bool(runs), runner.Console(None))
 
@@ -237,6 +375,9 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None and sys.getfilesystemencoding() != "utf-8":  # in locale C a path with an umlaut is no valid text
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a batch system's or a closed terminal's end is as orderly as Ctrl-C
+        if argv is None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a console in locale C must not end a run
     try:

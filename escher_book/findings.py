@@ -38,8 +38,9 @@ def title(heading: str, run: LoadedRun) -> str:
     return f"{words}: {device_name(run)}"
 
 
-def banners(run: LoadedRun) -> list[tuple[str, str]]:
-    """What every page must say about itself."""
+def banners(run: LoadedRun, family: str | None = None) -> list[tuple[str, str]]:
+    """What every page must say about itself; a page of one `family` also that it was resumed, and of the iterations that
+    it does not show only how that family ended in them."""
     out = []
     if run.selection.profile and not run.selection.same_device:
         out.append((
@@ -52,7 +53,25 @@ def banners(run: LoadedRun) -> list[tuple[str, str]]:
         out.append(("warning", f"No rated basis: {run.selection.reason}"))
     if run.found.note:
         out.append(("danger", run.found.note))
+    out += _other_iterations(run, family)
+    resumed = [m.after for m in run.marks if m.record.family == family and m.record.params.get("kind") == "resumed" and m.after]
+    if resumed:
+        counts = " and after ".join(f"{n:,}" for n in resumed)
+        out.append(("note", f"This run was resumed after {counts} records of this page: another process measured the rest."))
     return out
+
+
+def _other_iterations(run: LoadedRun, family: str | None) -> list[tuple[str, str]]:
+    if not run.repeats:
+        return []
+    out = []
+    for repeat in run.repeats:
+        ends = ((f, how) for f, how in repeat.status.items() if how.get("status") != "ok" and family in (None, f))
+        bad = [f"{f} {': '.join(filter(None, (str(how.get('status')), how.get('message'))))}" for f, how in ends]
+        if bad:
+            out.append(("warning", f"Iteration {repeat.iteration} is not whole: {'; '.join(bad)}."))
+    words = f"The pages show iteration {run.iteration} of {len(run.iterations)}; the page The run has all."
+    return [*out, ("note", words)]
 
 
 def part_of(spec: Spec) -> str:

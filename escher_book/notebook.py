@@ -50,9 +50,16 @@ def show(*items: Any) -> None:
 
 
 def collect(
-    family: str, run_dir: str, replay: bool, settings: dict[str, Any], profile: dict[str, Any] | None
+    family: str,
+    run_dir: str,
+    replay: bool,
+    settings: dict[str, Any],
+    profile: dict[str, Any] | None,
+    iteration: int = 1,
+    resume: bool = False,
 ) -> derive.LoadedRun:
-    """Measure `family` into `run_dir`, or with `replay` measure nothing; then read the run.
+    """Measure `family` into `run_dir`, or with `replay` measure nothing; then read the run. `iteration` and `resume` as in
+    `run.measure_family`.
 
     Without `run_dir` (a person in JupyterLab) a new run is made below results/.
     """
@@ -66,7 +73,7 @@ def collect(
         run_dir = str(runner.new_run(runner.results_root(None), chosen, [family], runner.plan(chosen)))
         print(f"a new run: {run_dir}", file=sys.stderr)
     if not replay:
-        run.measure_family(family, Path(run_dir), chosen, profile)
+        run.measure_family(family, Path(run_dir), chosen, profile, iteration=iteration, resume=resume)
         if interactive:
             write_json_atomic(Path(run_dir) / "status.json", {family: {"status": "ok", "message": ""}})
     found = derive.load(Path(run_dir), lenient=True)  # another family's file may be damaged

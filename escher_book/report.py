@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from escher_book import findings, runner, stage, tables, vega, verdict
+from escher_book import findings, run_page, runner, stage, tables, vega, verdict
 from escher_book.pages import environment
 from escher_book.runner import Console, Outcome, RunError
 from escher_kernels.records import RecordError, read_json, write_bytes_atomic, write_json_atomic, write_text_atomic
 from escher_kernels.run import ROOT, Settings
-from validation import artefacts, compare, crosscheck, derive, scorecard
+from validation import artefacts, compare, crosscheck, derive, iterations, scorecard
 from validation import config as configuration
 from validation.derive import LoadedRun
 from validation.scorecard import Scorecard
@@ -94,6 +94,7 @@ def _build(run: LoadedRun, card: Scorecard, replayed: dict[str, Outcome]) -> sta
         "index.md": landing(run, card),
         "scorecard.md": verdict.scorecard_page(run, card),
         "validation.md": verdict.validation_page(run, checks),
+        "run.md": run_page.page(run),
         "comparison.md": verdict.comparison_page(run, against_baseline(run), spread(run)),
         "glossary.md": glossary(run.config),
     }
@@ -111,8 +112,10 @@ def write_judgement(run: LoadedRun, card: Scorecard) -> list[crosscheck.Check]:
     write_text_atomic(run.directory / "scorecard.md", verdict.scorecard_page(run, card, markdown=True))
     write_json_atomic(run.directory / "validation.json", crosscheck.to_json(checks))
     write_text_atomic(run.directory / "validation.md", verdict.validation_page(run, checks, markdown=True))
-    for table in judged_tables(card, checks):
+    for table in (*judged_tables(card, checks), *run_page.csv_tables(run)):
         write_text_atomic(run.directory / "tables" / f"{table.name}.csv", as_csv(tables.rows(table)))
+    if run.repeats:
+        write_json_atomic(run.directory / "iterations.json", iterations.summary(run))
     return checks
 
 
@@ -142,11 +145,8 @@ def baseline_folders(run: LoadedRun, root: Path | None = None) -> list[Path]:
 
 def spread(run: LoadedRun) -> compare.Variability | str:
     """The variability that was kept in the run; why there is none to show, as a sentence."""
-    path = run.directory / scorecard.VARIABILITY
-    if not path.is_file():
-        return "One run alone: escher variability --runs 3 makes more."
     try:
-        return compare.read_summary(read_json(path), str(path))
+        return scorecard.variability(run)
     except (RecordError, compare.CompareError) as exc:
         return f"Not shown: {exc}."
 
@@ -170,7 +170,7 @@ def declared(run: LoadedRun) -> Iterable[str]:
     """What the run's families and the HTML book must leave: pages, executed notebooks, tables, plots, judgements."""
     whole = {family for family in run.files if ended(run, family)["status"] == "ok"}
     yield from ("scorecard.json", "scorecard.md", "validation.json", "validation.md")
-    yield from (f"site/{page}.html" for page in ("index", "scorecard", "validation", "comparison", "glossary"))
+    yield from (f"site/{page}.html" for page in ("index", "run", "scorecard", "validation", "comparison", "glossary"))
     for family, source in runner.families().items():
         yield f"site/notebooks/{source.stem}.html"
         if family not in whole:
@@ -197,7 +197,7 @@ def pages(run: LoadedRun, replayed: dict[str, Outcome]) -> dict[str, stage.PageI
     for family, source in runner.families().items():
         end = ended(run, family)
         replay = replayed.get(family)
-        banner = findings.banners(run)
+        banner = findings.banners(run, family)
         if end["status"] not in ("ok", "not run"):
             what = ": ".join(filter(None, (ENDED.get(end["status"], end["status"]), end.get("message"))))
             kept = len(run.records(family))

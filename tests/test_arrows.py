@@ -205,7 +205,7 @@ def test_a_notebook_has_parameters_a_title_and_few_cells(path):
     tagged = [c for c in cells(path) if "parameters" in c["metadata"].get("tags", [])]
     assert len(tagged) == 1 and tagged[0]["cell_type"] == "code"
     names = {t.id for n in ast.parse(source(tagged[0])).body for t in n.targets}
-    assert names == {"run_dir", "replay", "settings", "profile"}  # what the runner passes
+    assert names == {"run_dir", "replay", "settings", "profile", "iteration", "resume"}  # what the runner passes
     assert len(cells(path)) <= 14
     first = cells(path)[0]
     headings = [line for c in cells(path) if c["cell_type"] == "markdown" for line in source(c).splitlines()
@@ -225,7 +225,7 @@ def test_a_notebook_holds_no_logic(path):
         if cell["cell_type"] == "code":
             tree = ast.parse(source(cell))
             assert not [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, banned)], source(cell)
-            assert len(tree.body) <= 4
+            assert len(tree.body) <= (6 if "parameters" in cell["metadata"].get("tags", []) else 4)
             assert roots({name for n in ast.walk(tree) for name in names_of(n, "")}) <= {"escher_book"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import SAMPLES
 
-from escher_book import cli, judging, report, runner, stage, verdict
+from escher_book import cli, conduct, judging, report, runner, stage, verdict
 from escher_kernels import records
 from validation import compare, crosscheck, derive, scorecard
 
@@ -394,7 +394,9 @@ def reports_folder(run: derive.LoadedRun) -> Path:
 
 
 def test_the_comparison_page(three, tmp_path):
-    run = derive.load(as_run(MI355X, tmp_path / "now", 1.2))
+    folder = as_run(MI355X, tmp_path / "now", 1.2)
+    edit_json(folder / "variability.json", lambda d: d["processes"][0].update(run_id="now"))
+    run = derive.load(folder)
     assert "No baseline is set" in report.against_baseline(run)
     judging.set_baseline([three], tmp_path, runner.Console(None))
     assert list((tmp_path / "baselines").iterdir()) == [reports_folder(run)]
@@ -434,7 +436,7 @@ def test_variability_makes_its_runs_and_keeps_what_it_found(tmp_path, escher, mo
         made.append(as_run(MI355X, tmp_path / f"run-{len(made)}", 1 + 0.001 * len(made)))
         (made[-1] / "variability.json").unlink()
         fate = {"status": "died" if options["families"] == "bad" else "ok"}
-        return made[-1], {"compute": fate}, runner.Console(None)
+        yield conduct.Made(made[-1], {"compute": fate}, runner.Console(None))
 
     monkeypatch.setattr(cli, "_measure", measure)
     status, out, err = escher("variability", "--runs", 3)
