@@ -13,8 +13,9 @@ from typing import Any
 
 from escher_book import findings, vega, verdict
 from escher_book.stage import admonition, escape
-from escher_book.tables import NONE, Column, Table, facts, number, seconds
+from escher_book.tables import GIB, NONE, Column, Table, facts, number, seconds
 from escher_kernels.records import RecordError
+from escher_kernels.telemetry import poller
 from escher_kernels.workload import WorkloadError
 from validation import iterations
 from validation.derive import LoadedRun
@@ -44,6 +45,7 @@ def page(run: LoadedRun, markdown: bool = False) -> str:
         "## How it went",
         shown(ended(run)),
         resumed(run),
+        *map(shown, telemetry(run)),
         "The file `raw/run.log` of the run holds the fingerprint of the machine and all that the console said.",
         "## Library fallbacks",
         shown(found) if found else "None was reported.",
@@ -154,6 +156,44 @@ def prepared(run: LoadedRun) -> Table | None:
 
 
 # ---- how it went ----
+
+
+READINGS = {"frac": ("%", 100), "hz": ("GHz", 1e-9), "bytes": ("GiB", 1 / GIB), "w": ("W", 1), "c": ("\N{DEGREE SIGN}C", 1)}
+
+
+def telemetry(run: LoadedRun) -> list[Table]:
+    """What the host did meanwhile, one table a process that measured; what could not be read is left out."""
+    out = []
+    for path in poller.files(run.directory / "telemetry"):
+        try:
+            found = poller.summary(path)
+        except (OSError, ValueError):
+            continue
+        items = [(name, q) for name, q in found["quantities"].items() if q["count"]]
+        if not items:
+            continue
+        gap = f", the longest gap {seconds(found['longest_gap_s'])}" if found["longest_gap_s"] else ""
+        caption = f"The host meanwhile: {found['count']} samples over {seconds(found['duration_s'])}{gap}"
+        columns = [Column("reading", lambda i: _words(i[0]))]
+        for key, title in (("min", "least"), ("median", "median"), ("max", "largest")):
+            columns.append(Column(title, lambda i, key=key: _reading(i[0], i[1][key]), True))
+        columns.append(Column("samples", lambda i: str(i[1]["count"]), True))
+        raw = [{"reading": name, **q} for name, q in items]
+        out.append(Table(f"run_telemetry_{path.stem}", caption, columns, items, raw))
+    return out
+
+
+def _words(name: str) -> str:
+    return (name.rpartition("_")[0] if _unit(name) else name).replace("_", " ").replace("cpu", "CPU")
+
+
+def _unit(name: str) -> tuple[str, float] | None:
+    return READINGS.get(name.rpartition("_")[2])
+
+
+def _reading(name: str, value: float) -> str:
+    unit, scale = _unit(name) or ("", 1)
+    return f"{number(value * scale)}\N{NO-BREAK SPACE}{unit}".rstrip("\N{NO-BREAK SPACE}")
 
 
 def ended(run: LoadedRun) -> Table:
@@ -331,7 +371,7 @@ def _figure(spec: dict[str, Any]) -> str:
 
 def csv_tables(run: LoadedRun) -> list[Table]:
     """The tables of the page that have rows, for tables/*.csv."""
-    found = [made(run), tuning(run), prepared(run), ended(run), fallbacks(run)]
+    found = [made(run), tuning(run), prepared(run), ended(run), *telemetry(run), fallbacks(run)]
     if run.repeats:
         found += iteration_tables(iterations.summary(run))
     return [t for t in found if t and t.raw]

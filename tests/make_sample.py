@@ -411,8 +411,8 @@ def generate(directory: Path) -> None:
     write_json_atomic(directory / "run.json", {
         "schema": SCHEMA, "method": METHOD, "run_id": RUN_ID, "created_utc": "2026-01-01T00:00:00+00:00",
         "source": "synthetic", "settings": settings.to_json(), "families": list(MEASURE), "target": target,
-        "workload": spec.to_json(), "world": 1, "partition": None, "nps": None, "argv": ["make_sample.py", "mi355x"],
-        "git": git,
+        "workload": spec.to_json(), "world": 1, "partition": "SPX", "nps": "NPS1", "power_cap_w": 1400.0, "iterations": 1,
+        "argv": ["make_sample.py", "mi355x"], "git": git,
     })  # fmt: skip
     for number, (family, measure) in enumerate(MEASURE.items()):
         header = Run(

@@ -243,7 +243,7 @@ def test_a_run_in_locale_c_without_a_home_into_a_path_with_spaces_and_umlauts(tm
     }
     done = escher(*MEASURE, "--families", "environment", "--results-dir", root, environ=environ)
     assert done.returncode == 0, done.stderr
-    [run_dir] = root.iterdir()
+    [run_dir] = [path for path in root.iterdir() if not path.is_symlink()]
     run = derive.load(run_dir)
     assert run.status["environment"]["status"] == "ok" and len(run.records("environment")) == 12
     assert run.info["settings"]["budget"] == "quick" and run.info["families"] == ["environment"]

@@ -53,6 +53,11 @@ def visible_text(page: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())
 
 
+def runs_in(root: Path) -> list[Path]:
+    """The runs below a results directory, without the link to the newest."""
+    return sorted(path for path in root.iterdir() if not path.is_symlink())
+
+
 def timed_rows(run: derive.LoadedRun) -> list[derive.Row]:
     return [r for family in run.files for r in derive.rows(run.records(family), run.config) if r.time_s]
 
@@ -66,7 +71,7 @@ def book(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tmp") / "esch er ü"
     done = escher("book", *MEASURE, "--results-dir", root, timeout=900)
     assert done.returncode == 0, done.stderr
-    [run_dir] = root.iterdir()
+    [run_dir] = runs_in(root)
     assert done.stdout.strip() == str(run_dir / "site" / "index.html")
     assert "Traceback" not in done.stderr
     return run_dir
@@ -296,7 +301,7 @@ def test_a_measured_run_for_another_target(tmp_path):
         "run", *MEASURE, "--target", "mi355x", "--families", "bandwidth", "--results-dir", tmp_path, timeout=290
     )
     assert done.returncode == 0, done.stderr
-    [run_dir] = tmp_path.iterdir()
+    [run_dir] = runs_in(tmp_path)
     assert run_dir.name.startswith("escher_14b_480p-mi355x-") and done.stdout.strip() == str(run_dir)
     run = derive.load(run_dir)
     assert run.selection.profile.key == "mi355x" and not run.selection.same_device
@@ -308,7 +313,7 @@ def test_a_measured_run_for_another_target(tmp_path):
 
 # --------------------------------------------------------------------------------------------- notebooks that end badly
 
-PARAMETERS = 'run_dir = ""\nreplay = False\nsettings = {}\nprofile = None'
+PARAMETERS = 'run_dir = ""\nreplay = False\nsettings = {}\nprofile = None\niteration = 1\nresume = False'
 IMPORTS = """import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 from escher_book import findings, notebook, tables
@@ -387,7 +392,7 @@ def test_a_killed_and_a_failed_notebook_keep_their_records_and_the_others_run(sc
     )
     chosen = ("--families", " ".join(SCRIPTED))
     assert exit_status("book", *MEASURE, *chosen, "--results-dir", tmp_path / "results") == 1
-    [run_dir] = (tmp_path / "results").iterdir()
+    [run_dir] = runs_in(tmp_path / "results")
     assert "Traceback" not in capsys.readouterr().err
     status = records.read_json(run_dir / "status.json")
     assert {family: s["status"] for family, s in status.items()} == {
@@ -416,7 +421,7 @@ def test_a_timeout_ends_the_notebook_and_what_it_started(scripted, tmp_path, cap
     scripted(environment="keep(5)\n" + sleeper)
     chosen = ("--families", "environment compute", "--timeout-s", 6)
     assert exit_status("run", *MEASURE, *chosen, "--results-dir", tmp_path / "results") == 1
-    [run_dir] = (tmp_path / "results").iterdir()
+    [run_dir] = runs_in(tmp_path / "results")
     status = records.read_json(run_dir / "status.json")
     assert {family: s["status"] for family, s in status.items()} == {"environment": "timeout", "compute": "ok"}
     assert status["environment"]["message"] == "not done after 6 s"
@@ -455,15 +460,50 @@ def test_ctrl_c_ends_a_run_in_one_line_and_keeps_its_records(tmp_path):
         out, err = started.communicate(timeout=60)
     finally:
         started.kill()
-    [run_dir] = tmp_path.iterdir()
+    [run_dir] = runs_in(tmp_path)
     assert started.returncode == 130, err
     assert out == "" and "Traceback" not in err
-    assert err.splitlines()[-1] == f"interrupted; what was measured is kept: make report RUN={run_dir}"
+    assert err.splitlines()[-1] == f"interrupted; what was measured is kept. Go on: escher book --resume {run_dir}"
     run = derive.load(run_dir)
     assert run.status["bandwidth"]["status"] == "interrupted"
     assert len(run.records("bandwidth")) >= 10 and not run.files["bandwidth"].truncated
     assert_none_alive(str(run_dir))
     assert not list(run_dir.glob(".*"))
+
+
+def test_two_runs_at_once_one_killed_and_gone_on_with(tmp_path):
+    """Two in one second have directories of their own; SIGKILL loses no record, and what is finished stays as it is."""
+    wanted = ("run", *MEASURE, "--families", "environment", "--iterations", "2", "--results-dir", tmp_path / "my results")
+    command = [sys.executable, "-m", "escher_book.cli", *map(str, wanted)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in "ab"]
+    try:
+        for _ in range(1200):
+            there = sorted((tmp_path / "my results").glob("*/records/*.jsonl"))
+            if len(there) == 2 and all(p.read_text("utf-8").count("\n") > 5 for p in there):
+                break
+            time.sleep(0.1)
+        started[0].kill()
+        _, (out, err) = (process.communicate(timeout=240) for process in started)
+    finally:
+        for process in started:
+            process.kill()
+    assert started[1].returncode == 0 and err.count("RESULT: iteration=") == 2, err
+    finished = Path(out.strip())
+    [killed] = [path for path in runs_in(tmp_path / "my results") if path != finished]
+    assert_none_alive(str(killed))
+    [path] = (killed / "records").iterdir()
+    before = records.read(path).records
+    done = escher("run", "--resume", killed, "--results-dir", tmp_path / "my results", timeout=240)
+    assert done.returncode == 0 and done.stdout.strip() == str(killed), done.stderr
+    found = records.read(path).records
+    assert found[: len(before)] == before
+    blocks = [(r.iteration, r.case, r.block) for r in found if r.samples_s]
+    other = records.read(finished / "records" / path.name).records
+    assert len(blocks) == len(set(blocks)) == len([r for r in other if r.samples_s])
+    info = records.read_json(killed / "run.json")
+    assert len(info["resumed_utc"]) == 1 and (tmp_path / "my results" / "latest").resolve() == killed.resolve()
+    run = derive.load(killed)
+    assert [r.iteration for r in run.iterations] == [1, 2] and run.status["environment"]["status"] == "ok"
 
 
 # --------------------------------------------------------------------------------------------- no room
@@ -497,7 +537,7 @@ with records.Writer(Path(run_dir) / "records" / "00_environment.jsonl", run) as 
     assert status in (1, 2)
     err = capsys.readouterr().err
     assert "the disk is full; free some space" in err and "Traceback" not in err
-    [run_dir] = (small_disk / "results").iterdir()
+    [run_dir] = runs_in(small_disk / "results")
     run = derive.load(run_dir)
     assert len(run.records("environment")) > 12
     for path in run_dir.glob("notebooks/*.ipynb"):

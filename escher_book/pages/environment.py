@@ -32,6 +32,7 @@ def machine(run: LoadedRun) -> Table:
     """What was measured on."""
     env = run.env or {}
     host, device = env.get("host", {}), run.found
+    cap = run.info.get("power_cap_w")
     cpu, cpus, memory = host.get("cpu", {}), host.get("cpus", {}), host.get("memory", {})
     items = [("device", f"{device.count} x {device.raw_name}" if device.kind != "cpu" else "CPU host")]
     if device.kind != "cpu":
@@ -40,7 +41,10 @@ def machine(run: LoadedRun) -> Table:
             ("architecture", device.arch),
             ("compute units", device.compute_units),
             ("device memory", size(device.total_memory_bytes)),
-            ("partition or slice", device.slice or "whole device"),
+            ("partition or slice", run.info.get("partition") or device.slice or "whole device"),
+            ("memory partition (NPS)", run.info.get("nps")),
+            ("power cap", cap if isinstance(cap, str) else f"{cap:g} W" if cap else None),
+            ("processes (world)", run.info.get("world")),
             ("driver", env.get("software", {}).get("driver")),
         ]
     items += [
