@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from escher_book import findings, report, runner, stage, tables, vega
+from escher_book import findings, report, run_page, runner, stage, tables, vega
 from escher_book.runner import RunError
 from escher_book.stage import BookError
 from escher_book.tables import Column, Table, number
@@ -92,6 +92,8 @@ def markdown(run: LoadedRun, card: Mapping[str, Any]) -> str:
         *headlines(run),
         *judgement(run, "scorecard.md", "Scorecard"),
         *judgement(run, "validation.md", "Outside tools"),
+        "## The run",
+        deeper("".join(run_page.page(run, markdown=True).partition("## ")[1:])),
     ]
     for page in report.pages(run, {}).values():
         parts += family(run, page)

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -273,7 +274,7 @@ def measure_family(
         argv=["notebook"] if "ipykernel" in sys.modules else [Path(sys.argv[0]).name, *sys.argv[1:]],
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    path, seen = records_path(run_dir, family), set()
+    path, seen = records_path(run_dir, family), Counter()
     with Writer(path, run, go_on=resume or iteration > 1) as out:
         before = _earlier(out.before, run, iteration, resume)
         if any(r.role == "mark" and r.case == END for r in before):
@@ -284,7 +285,7 @@ def measure_family(
 
         def write(record: Record) -> None:
             out.write(record)
-            seen.add(record.case)
+            seen[record.case] += 1
 
         def mark(case: str, **params: Any) -> None:
             out.write(Record(family, case, role="mark", iteration=iteration, params=params))
@@ -300,7 +301,7 @@ def measure_family(
             importlib.import_module(f"escher_kernels.{family}").measure(session, machine, chosen.spec)
         if only is None:
             mark(END)
-        progress(f"done, {out.count} records")
+        progress(f"done, {seen.total()} records")
     if missing := [name for name in only or () if name not in seen]:
         raise ValueError(f"family {family} measured no case {missing[0]!r}; the names stand in its records and tables")
     return path

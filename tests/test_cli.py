@@ -267,13 +267,14 @@ def write_notebook(path: Path, *sources: str, tagged: int = 1) -> Path:
     return path
 
 
-PARAMETERS = 'run_dir = ""\nreplay = False\nsettings = {}\nprofile: dict | None = None\n'
+PARAMETERS = 'run_dir = ""\nreplay = False\nsettings = {}\nprofile: dict | None = None\niteration = 1\nresume = False\n'
+PASSED = ("run_dir", "replay", "settings", "profile", "iteration", "resume")  # by the runner
 
 
 def test_unknown_parameters_are_refused(tmp_path):
     source = write_notebook(tmp_path / "00_environment.ipynb", PARAMETERS)
-    runner.check_parameters(source, dict.fromkeys(("run_dir", "replay", "settings", "profile")))
-    with pytest.raises(runner.RunError, match="unknown parameter 'sample'; it declares profile, replay, run_dir"):
+    runner.check_parameters(source, dict.fromkeys(PASSED))
+    with pytest.raises(runner.RunError, match="unknown parameter 'sample'; it declares iteration, profile, replay, resume"):
         runner.check_parameters(source, {"sample": 1})
 
 
@@ -286,7 +287,7 @@ def test_a_notebook_without_one_parameters_cell_is_refused(tmp_path, tagged):
 
 def test_the_notebooks_declare_what_the_runner_passes():
     for source in runner.families().values():
-        runner.check_parameters(source, dict.fromkeys(("run_dir", "replay", "settings", "profile")))
+        runner.check_parameters(source, dict.fromkeys(PASSED))
         metadata = json.loads(source.read_text("utf-8"))["metadata"]
         assert metadata["kernelspec"]["name"] == "python3"
 

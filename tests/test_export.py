@@ -112,7 +112,7 @@ def test_front_matter_summary_judgement_and_every_family_in_order(reported):
     assert headings(text, 1) == ["CPU host"]
     families = ["Environment", "BF16 GEMM", "Memory bandwidth", "Memory capacity", "Operations", "End-to-end MFU"]
     titles = [h.partition(":")[0] for h in headings(text, 2)]
-    assert titles == ["Summary", "Scorecard", "Outside tools", *families]
+    assert titles == ["Summary", "Scorecard", "Outside tools", "The run", *families]
     card = scorecard.judge(derive.load(directory))
     summary = section(text, "Summary")
     assert f"**{card.verdict}**" in summary and len(re.findall(r"^\d\. ", summary, re.M)) == len(card.reasons)
