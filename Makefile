@@ -28,8 +28,8 @@ help:  ## this list
 	@echo "                   book: STRICT=1 NO_VALIDATE=1"
 	@echo "  report, score    RUN= RESULTS_DIR= STRICT=1"
 	@echo "  export           RUN= RESULTS_DIR= FORMAT=md OUTPUT_NAME="
-	@echo "  list             WHAT=families|workloads|targets|models|tools|backends"
-	@echo "  doctor           REQUIRE_GPU=1 RESULTS_DIR= RESTORE=1"
+	@echo "  list             WHAT=families|workloads|targets|models|tools|backends  JSON=1"
+	@echo "  doctor           REQUIRE_GPU=1 RESULTS_DIR= RESTORE=1 JSON=1"
 	@echo "  validate         RUN= IMPORT=<a log made elsewhere>"
 	@echo "  compare          RUN= BASE= ACROSS=1 STRICT=1"
 	@echo "  baseline         RUN=<a run, or a folder of runs>"
@@ -50,10 +50,10 @@ export:  ## write the report of RUN as one file
 	@$(IN_ENV) escher export$(RUN_OR_NEWEST)$(call flag,FORMAT,format)$(call flag,OUTPUT_NAME,output-name)
 
 list:  ## families, workloads, targets, models, outside tools, optional backends
-	@$(IN_ENV) escher list$(if $(WHAT), $(call quote,$(WHAT)))
+	@$(IN_ENV) escher list$(if $(WHAT), $(call quote,$(WHAT)))$(call on,JSON,json)
 
 doctor:  ## is this machine fit to be measured?
-	@$(IN_ENV) escher doctor$(call on,REQUIRE_GPU,require-gpu)$(call flag,RESULTS_DIR,results-dir)$(call on,RESTORE,restore)
+	@$(IN_ENV) escher doctor$(call on,REQUIRE_GPU,require-gpu)$(call flag,RESULTS_DIR,results-dir)$(call on,RESTORE,restore)$(call on,JSON,json)
 
 score:  ## judge RUN: the scorecard alone
 	@$(IN_ENV) escher score$(RUN_OR_NEWEST)$(call on,STRICT,strict)

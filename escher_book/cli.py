@@ -8,6 +8,7 @@ compare, validate, variability and selftest that what they look for was found. 2
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -56,7 +57,7 @@ def _options(function: Callable) -> Callable:
         click.option("--window", default=None, type=click.IntRange(min=1), help="tokens a query attends to"),
         click.option("--report-config", default=None, help="another report_config.json"),
         click.option("--results-dir", default=None, help="where runs go  [default: results]"),
-        click.option("--iterations", default=1, show_default=True, type=click.IntRange(min=1),
+        click.option("--iterations", default=1, show_default=True, type=click.IntRange(1, derive.MOST_ITERATIONS),
                      help="how often, each time in fresh processes"),
         click.option("--timeout-s", default=None, type=click.IntRange(min=1), help="time a family may take"),
         click.option("--run-timeout-s", default=None, type=click.IntRange(min=1), help="time all families together may take"),
@@ -86,6 +87,8 @@ def _measure(
     stat_interval: float, no_stat: bool, prepare_sys: bool, **settings: Any,
 ) -> Iterator[conduct.Made]:  # fmt: skip
     """Measure what the options ask for, a run for each workload. Exits after a dry run, and after Ctrl-C with 130."""
+    if not math.isfinite(stat_interval):
+        raise click.UsageError(f"--stat-interval is {stat_interval}; expected seconds, e.g. 1")
     root = runner.results_root(results_dir)
     how = runner.Conduct(iterations, timeout_s, run_timeout_s, numactl, None if no_stat else stat_interval, prepare_sys)
     if resume:
@@ -139,16 +142,20 @@ def _resume(run_dir: Path, asked: dict[str, Any], how: runner.Conduct, require_g
     """Go on with a run by its own settings. RunError for an option that is given and says something else."""
     settings, chosen, kept = conduct.resumable(run_dir, require_gpu)
     there = {**settings.to_json(), "families": " ".join(chosen)}
-    here = {**_absolute({k: v for k, v in asked.items() if k != "families"}).to_json(),
-            "families": " ".join(runner.choose(asked["families"]))}  # fmt: skip
+    try:
+        wanted = _absolute({k: v for k, v in asked.items() if k != "families"}).to_json()
+    except ValueError as exc:
+        raise runner.RunError(str(exc)) from None
+    here = {**wanted, "families": " ".join(runner.choose(asked["families"])), "numactl": how.numactl}
+    there["numactl"] = kept.numactl
     for option in (name for name in here if _given(name) and here[name] != there[name]):
         raise runner.RunError(
             f"--{option.replace('_', '-')} is {here[option]!r}, {run_dir.name} was begun with {there[option]!r}: leave it out, "
             "or measure into a new run"
         )
     more = {name: getattr(how, name) for name in ("timeout_s", "run_timeout_s")}
-    for option, name in (("iterations", "iterations"), ("numactl", "numactl"), ("prepare_sys", "prepare_sys"),
-                         ("stat_interval", "stat_interval_s"), ("no_stat", "stat_interval_s")):  # fmt: skip
+    for option, name in (("iterations", "iterations"), ("prepare_sys", "prepare_sys"), ("stat_interval", "stat_interval_s"),
+                         ("no_stat", "stat_interval_s")):  # fmt: skip
         if _given(option):
             more[name] = getattr(how, name)
     if more.get("iterations", kept.iterations) < kept.iterations:

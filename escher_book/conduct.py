@@ -16,15 +16,14 @@ from typing import Any
 
 from escher_book import expected, fingerprint, prepare_sys, runner
 from escher_book.runner import Conduct, Console, RunError
-from escher_kernels import METHOD
+from escher_kernels import METHOD, environment
 from escher_kernels.records import SCHEMA, RecordError, read_json, write_json_atomic
-from escher_kernels.run import Settings
+from escher_kernels.run import ROOT, Settings
 from escher_kernels.telemetry import poller
 from escher_kernels.workload import WorkloadError, names
 from validation import derive, iterations
 
 FILESYSTEM = Path("/")
-ITERATIONS = "iterations.json"
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,13 @@ def workloads(text: str, every: bool = False) -> list[str]:
 
 def planned(asked: Asked) -> list[dict[str, Any]]:
     """The plan of every run, before anything is measured. Raises RunError, also where a GPU is required and not usable."""
-    runner.numactl_argv(asked.conduct.numactl)
-    plans = []
+    prefix, plans = runner.numactl_argv(asked.conduct.numactl), []
     for settings in asked.settings:
-        plan = runner.plan(settings)
+        plan = runner.plan(settings, prefix)
         found = plan["target"]["found"]
         if asked.require_gpu and found["kind"] == "cpu":
-            why = found["note"] or "no /dev/kfd and no /dev/nvidiactl here"
+            asked_for = "the CPU was asked for" if settings.device == "cpu" else "no /dev/kfd and no /dev/nvidiactl here"
+            why = found["note"] or asked_for
             raise RunError(f"--require-gpu: no usable GPU: {why}; see: escher doctor")
         plans.append(plan)
     return plans
@@ -107,6 +106,10 @@ def resumable(run_dir: Path, require_gpu: bool = False) -> tuple[Settings, list[
     if not path.is_file():
         raise RunError(f"{run_dir}: no run (run.json is missing); give a directory below results/")
     info = read_json(path)
+    if isinstance(info, dict) and info.get("schema") == SCHEMA and info.get("method") == METHOD:
+        unusable = derive.load(run_dir, lenient=True).unreadable  # RecordError for a run.json that cannot be used
+        if "status.json" in unusable:
+            raise RunError(f"{run_dir}: {unusable['status.json']}")
     try:
         for name, ours in (("schema", SCHEMA), ("method", METHOD)):
             if info.get(name) != ours:
@@ -118,6 +121,9 @@ def resumable(run_dir: Path, require_gpu: bool = False) -> tuple[Settings, list[
         if require_gpu and info["target"]["found"]["kind"] == "cpu":
             raise RunError(f"--require-gpu: {run_dir.name} measures a CPU: leave it out, or measure into a new run")
         tuning = info.get("tuning") or {}
+        for name, kind in (("numactl", str), ("stat_interval_s", (int, float)), ("prepare_sys", list)):
+            if tuning.get(name) is not None and not isinstance(tuning[name], kind):
+                raise ValueError(f"tuning.{name} is {tuning[name]!r}")
         kept = Conduct(
             iterations=info.get("iterations") or 1, numactl=tuning.get("numactl"), prepare_sys=bool(tuning.get("prepare_sys")),
             stat_interval_s=tuning.get("stat_interval_s"),
@@ -129,13 +135,22 @@ def resumable(run_dir: Path, require_gpu: bool = False) -> tuple[Settings, list[
 
 def resumed(run_dir: Path, settings: Settings, families: Sequence[str], conduct: Conduct) -> Made:
     """Go on with a run: what is finished stays, the rest is measured."""
+    info = read_json(run_dir / "run.json")
+    plan = runner.plan(settings, runner.numactl_argv(conduct.numactl))
+    for name in ("partition", "nps", "power_cap_w"):
+        if info.get(name) != plan.get(name):
+            raise RunError(
+                f"{run_dir.name} was begun with {name} {info.get(name)!r}, now it is {plan.get(name)!r}: set it back, "
+                "or measure into a new run"
+            )
     (run_dir / "raw").mkdir(exist_ok=True)
     console = Console(run_dir / "raw" / "run.log")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    info = read_json(run_dir / "run.json")
-    runner.update(run_dir, iterations=conduct.iterations, resumed_utc=[*info.get("resumed_utc", []), now])
-    env = read_json(run_dir / "env.json") if (run_dir / "env.json").is_file() else {}
-    console.note(fingerprint.head(env, info) + "\n")
+    tuning = {**(info.get("tuning") or {}), "stat_interval_s": conduct.stat_interval_s}
+    resumed_utc = [*info.get("resumed_utc", []), now]
+    runner.update(run_dir, iterations=conduct.iterations, resumed_utc=resumed_utc, tuning=tuning)
+    here = {"argv": runner.argv(), "git": environment.git_state(ROOT), "resumed_utc": resumed_utc, "tuning": tuning}
+    console.note(fingerprint.head(plan["env"], {**info, **here}) + "\n")
     console(f"run {run_dir}, resumed")
     return _carry_out(run_dir, list(families), settings, conduct, console, resume=True)
 
@@ -158,6 +173,7 @@ def _measured(
     run_dir: Path, families: list[str], settings: Settings, conduct: Conduct, console: Console, resume: bool
 ) -> dict[str, Any]:
     """Measure on a machine that is tuned and watched meanwhile, if that is asked for. Returns the statuses."""
+    go_on = f"Go on: escher book --resume {shlex.quote(str(run_dir))}"
     with ExitStack() as stack:
         if conduct.prepare_sys:
             steps = stack.enter_context(prepare_sys.prepared(FILESYSTEM, console, run_dir.parent))
@@ -165,17 +181,20 @@ def _measured(
                 console(line)
             tuning = read_json(run_dir / "run.json").get("tuning") or {}
             runner.update(run_dir, tuning={**tuning, "prepare_sys": [s.to_json() for s in steps]})
+            tuned = runner.plan(settings, runner.numactl_argv(conduct.numactl))  # what is measured is the tuned machine
+            write_json_atomic(run_dir / "env.json", tuned["env"])
         if conduct.stat_interval_s:
             polling = poller.start(run_dir / "telemetry", conduct.stat_interval_s)
-            stack.callback(polling.stop)
-            if polling.reason:
-                console(f"note: no telemetry of the host: {polling.reason}")
+            stack.callback(lambda: (why := polling.stop()) and console(f"note: telemetry of the host: {why}"))
         try:
             return runner.measure(
                 run_dir, families, settings, console, conduct, resume, lambda i: tell_iteration(run_dir, i, console)
             )
         except KeyboardInterrupt:
-            console(f"interrupted; what was measured is kept. Go on: escher book --resume {shlex.quote(str(run_dir))}")
+            console(f"interrupted; what was measured is kept. {go_on}")
+            raise
+        except (RecordError, RunError):
+            console(f"what was measured is kept. {go_on}")
             raise
 
 
@@ -191,9 +210,9 @@ def tell_iterations(run_dir: Path, say: Callable[[str], None]) -> None:
     """Every headline over the iterations, on the console and in iterations.json."""
     try:
         found = iterations.summary(derive.load(run_dir, lenient=True))
+        write_json_atomic(run_dir / iterations.FILE, found)
     except (RecordError, WorkloadError) as exc:
         say(f"note: the iterations are not summed up: {exc}")
         return
-    write_json_atomic(run_dir / ITERATIONS, found)
     for line in iterations.lines(found):
         say(line)

@@ -18,7 +18,7 @@ from validation.derive import LoadedRun
 from validation.tools import running
 
 SAMPLE = runner.ROOT / "tests" / "sample_runs" / "mi355x"
-RAW = ("run.json", "env.json", "status.json", "records", "raw")  # of a run, without what is derived
+RAW = ("run.json", "env.json", "status.json", "records", "raw", "telemetry")  # of a run, without what is derived
 
 
 def run_tools(run_dir: Path, console: Console) -> None:
@@ -74,7 +74,7 @@ def runs_at(path: Path) -> list[LoadedRun]:
     """The run that lies there, or every run of a folder of runs. RunError where there is neither."""
     if (path / "run.json").is_file():
         return [derive.load(path)]
-    found = sorted(p.parent for p in path.glob("*/run.json"))
+    found = runner.runs(path)
     if not found:
         raise RunError(f"{path}: no run and no folder of runs; give a directory below results/")
     return [derive.load(p) for p in found]

@@ -115,7 +115,7 @@ def write_judgement(run: LoadedRun, card: Scorecard) -> list[crosscheck.Check]:
     for table in (*judged_tables(card, checks), *run_page.csv_tables(run)):
         write_text_atomic(run.directory / "tables" / f"{table.name}.csv", as_csv(tables.rows(table)))
     if run.repeats:
-        write_json_atomic(run.directory / "iterations.json", iterations.summary(run))
+        write_json_atomic(run.directory / iterations.FILE, iterations.summary(run))
     return checks
 
 

@@ -171,6 +171,8 @@ def telemetry(run: LoadedRun) -> list[Table]:
             continue
         items = [(name, q) for name, q in found["quantities"].items() if q["count"]]
         if not items:
+            why = found["note"] or "nothing could be read"
+            out.append(Table(f"run_telemetry_{path.stem}", f"The host meanwhile: {why}", [], []))
             continue
         gap = f", the longest gap {seconds(found['longest_gap_s'])}" if found["longest_gap_s"] else ""
         caption = f"The host meanwhile: {found['count']} samples over {seconds(found['duration_s'])}{gap}"

@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from escher_book import notebook
 from escher_kernels import METHOD, environment
 from escher_kernels.records import SCHEMA, RecordError, read_json, write_failed, write_json_atomic, write_text_atomic
-from escher_kernels.run import ROOT, Settings
+from escher_kernels.run import ROOT, Settings, records_path
 from escher_kernels.run import families as registry
 from validation.config import OWN
 from validation.tools import redact_arguments
@@ -59,6 +59,8 @@ def choose(text: str | None) -> list[str]:
     words = [w for w in re.split(r"[\s,]+", text or "") if w]
     if words == ["all"]:
         return known
+    if len(words) > 1 and (alone := next((w for w in words if w in ("all", "benchmark")), None)):
+        raise RunError(f"{alone!r} names families itself and stands alone; known: {', '.join(known)}")
     if not words or words == ["benchmark"]:
         return [f for f, stem in registry().items() if int(stem.partition("_")[0]) <= LAST_BENCHMARK]
     for word in words:
@@ -71,12 +73,17 @@ def results_root(given: str | None) -> Path:
     return Path(given or os.environ.get("RESULTS_DIR") or ROOT / "results").absolute()
 
 
+def runs(root: Path) -> list[Path]:
+    """The runs right below a folder, without links such as results/latest."""
+    return sorted(p.parent for p in root.glob("*/run.json") if not p.parent.is_symlink()) if root.is_dir() else []
+
+
 def newest(root: Path) -> Path:
     """The newest run below `root`. RunError if there is none."""
-    runs = [(read_created(p), p) for p in root.glob("*/run.json") if not p.parent.is_symlink()] if root.is_dir() else []
-    if not runs:
+    found = [(read_created(path / "run.json"), path) for path in runs(root)]
+    if not found:
         raise RunError(f"no run below {root}; make one with: make book")
-    return max(runs)[1].parent
+    return max(found)[1]
 
 
 def read_created(run_json: Path) -> str:
@@ -86,9 +93,12 @@ def read_created(run_json: Path) -> str:
         return ""
 
 
-def plan(settings: Settings) -> dict[str, Any]:
-    """Device, profile, workload and environment, found in a child process so that this one never holds the device."""
-    command = [sys.executable, "-m", "escher_kernels", "plan"]
+def plan(settings: Settings, prefix: Sequence[str] = ()) -> dict[str, Any]:
+    """Device, profile, workload and environment, found in a child process so that this one never holds the device.
+
+    `prefix`: what the measuring processes are started through, so that the plan is for what they will find.
+    """
+    command = [*prefix, sys.executable, "-m", "escher_kernels", "plan"]
     for name, value in settings.to_json().items():
         if value is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
@@ -171,10 +181,15 @@ def new_run(
         "world": 1,
         **{name: planned.get(name) for name in ("partition", "nps", "power_cap_w", "devices")},
         "tuning": {"numactl": conduct.numactl, "stat_interval_s": conduct.stat_interval_s, "prepare_sys": []},
-        "argv": redact_arguments([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "argv": argv(),
         "git": environment.git_state(ROOT),
     })  # fmt: skip
     return run_dir
+
+
+def argv() -> tuple[str, ...]:
+    """How this process was called, without secrets."""
+    return redact_arguments([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def update(run_dir: Path, **changed: Any) -> None:
@@ -213,8 +228,9 @@ class Console:
                     raise RunError(write_failed(log, exc)) from None
 
     def write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+        with suppress(OSError):  # whoever read it is gone (a pipe, a closed terminal): the log has the line
+            self.stream.write(text)
+            self.stream.flush()
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -362,12 +378,16 @@ def execute(
     final = run_dir / "notebooks" / source.name
     partial = final.with_name(f".{source.stem}.partial.ipynb")
     started = time.monotonic()
+
+    def left(_: Any) -> int:
+        return max(1, round(started + timeout_s - time.monotonic()))
+
     status, message = "ok", ""
     try:
         final.parent.mkdir(exist_ok=True)
         papermill.execute_notebook(
             str(source), str(partial), parameters=parameters, progress_bar=False, stderr_file=console, cwd=str(run_dir),
-            kernel_name="python3", language="python", execution_timeout=max(1, int(timeout_s)), start_timeout=120,
+            kernel_name="python3", language="python", timeout_func=left, start_timeout=120,  # left: of the whole notebook
         )  # fmt: skip
     except papermill.PapermillExecutionError as exc:
         if exc.ename == "KeyboardInterrupt":
@@ -413,8 +433,8 @@ def measure(
 ) -> dict[str, Any]:
     """Execute the families' notebooks one after the other, `conduct.iterations` times; status.json is written after each.
 
-    `resume`: what is finished stays, the rest goes on. `after` is called at the end of each iteration. Returns the
-    statuses.
+    `resume`: what is finished stays, the rest goes on. `after` is called at the end of each iteration of which something was
+    executed. Returns the statuses.
     """
     profile = read_json(run_dir / "run.json")["target"]["profile"]
     status = _object(run_dir / "status.json") if resume else {}
@@ -427,35 +447,46 @@ def measure(
         _enter(status, family, iteration, conduct.iterations, entry)
         write_json_atomic(run_dir / "status.json", status)
 
-    with no_process_left():
-        for number, (iteration, family) in enumerate(todo, start=1):
-            label = f"[{number}/{len(todo)}] {family}" + (f", iteration {iteration}" if conduct.iterations > 1 else "")
-            left = whole - (time.monotonic() - began) if whole else limit
-            if how_ended(status, family, iteration).get("status") == "ok":
-                console(f"{label}: is there already")
-            elif left <= 0:
-                keep(family, iteration, "timeout", f"the {whole:g} s of the whole run were used up before it began")
-                console(f"{label}: TIMEOUT: the {whole:g} s of the whole run are used up")
-            else:
-                console(label)
-                started = datetime.now(UTC).isoformat(timespec="seconds")
-                keep(family, iteration, "running", "", started_utc=started)
-                through = () if family in DISTRIBUTED else prefix
-                try:
-                    with private_kernel(run_dir, through):
-                        outcome = execute(
-                            run_dir, family, False, settings, profile, console, min(limit, left), iteration, resume
-                        )
-                except KeyboardInterrupt:
-                    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would tell of the cell that was cut short
-                    keep(family, iteration, "interrupted", "Ctrl-C", started_utc=started)
-                    raise
-                keep(family, iteration, outcome.status, outcome.message, outcome.seconds, started)
-                word = "done" if outcome.ok else f"{outcome.status.upper()}: {outcome.message}"
-                console(f"{label}: {word} ({outcome.seconds:.0f} s)")
-            if family == chosen[-1]:
-                after(iteration)
+    for path in run_dir.glob(".jupyter-*"):  # of a process that was killed; the log's lock keeps others out
+        shutil.rmtree(path, ignore_errors=True)
+    executed = False
+    for number, (iteration, family) in enumerate(todo, start=1):
+        label = f"[{number}/{len(todo)}] {family}" + (f", iteration {iteration}" if conduct.iterations > 1 else "")
+        left = whole - (time.monotonic() - began) if whole else limit
+        earlier = how_ended(status, family, iteration)
+        if earlier.get("status") == "ok" and recorded(run_dir, family):
+            console(f"{label}: is there already")
+        elif left <= 0:
+            keep(family, iteration, "timeout", f"the {whole:g} s of the whole run were used up before it began")
+            console(f"{label}: TIMEOUT: the {whole:g} s of the whole run are used up")
+        else:
+            console(label)
+            executed = True
+            started = datetime.now(UTC).isoformat(timespec="seconds")
+            spent = earlier.get("seconds") or 0.0
+            keep(family, iteration, "running", "", spent, started)
+            through = () if family in DISTRIBUTED else prefix
+            try:
+                with no_process_left(), private_kernel(run_dir, through):
+                    outcome = execute(
+                        run_dir, family, False, settings, profile, console, min(limit, left), iteration, resume
+                    )
+            except KeyboardInterrupt:
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would tell of the cell that was cut short
+                keep(family, iteration, "interrupted", "Ctrl-C", spent, started)
+                raise
+            keep(family, iteration, outcome.status, outcome.message, round(spent + outcome.seconds, 1), started)
+            word = "done" if outcome.ok else f"{outcome.status.upper()}: {outcome.message}"
+            console(f"{label}: {word} ({outcome.seconds:.0f} s)")
+        if family == chosen[-1] and executed:
+            after(iteration)
+            executed = False
     return status
+
+
+def recorded(run_dir: Path, family: str) -> bool:
+    """Whether a family's records are there: a person may have deleted a damaged file, for it to be measured again."""
+    return records_path(run_dir, family).is_file()
 
 
 def how_ended(status: dict[str, Any], family: str, iteration: int) -> dict[str, Any]:
@@ -475,7 +506,7 @@ def _enter(status: dict[str, Any], family: str, iteration: int, iterations: int,
     each = {str(i): there.get(str(i), nothing) for i in range(1, iterations + 1)} | {str(iteration): entry}
     number, bad = next(((i, e) for i, e in each.items() if e["status"] != "ok"), ("", None))
     why = {"status": bad["status"], "message": f"iteration {number}: {bad['message']}"} if bad else entry
-    seconds = round(sum(e["seconds"] for e in each.values()), 1)
+    seconds = round(sum(e.get("seconds") or 0.0 for e in each.values()), 1)
     status[family] = {
         "status": why["status"], "message": why["message"], "seconds": seconds, "started_utc": each["1"]["started_utc"],
         "iterations": each,

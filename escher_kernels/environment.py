@@ -43,6 +43,7 @@ BOOT_OPTIONS = re.compile(
     r"\b(?:iommu|amd_iommu|intel_iommu|mitigations|isolcpus|nohz_full|hugepages|hugepagesz|pci"
     r"|numa_balancing|transparent_hugepage|processor\.max_cstate|intel_idle\.max_cstate)=\S+"
 )
+CREDENTIALS = re.compile(r"://[^/@\s]+@")  # of a URL
 SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH", re.I)
 
 
@@ -181,7 +182,7 @@ def knobs(root: Path = Path("/")) -> dict[str, str | None]:
 def relevant_variables(environ: dict[str, str]) -> dict[str, str]:
     """Environment variables that steer libraries; the values of secrets are masked."""
     return {
-        name: "(masked)" if SECRET.search(name) else value
+        name: "(masked)" if SECRET.search(name) else CREDENTIALS.sub("://(masked)@", value)
         for name, value in sorted(environ.items())
         if name.startswith(KNOB_PREFIXES)
     }

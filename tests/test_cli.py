@@ -335,6 +335,20 @@ def test_a_hostile_kernelspec_does_not_win(tmp_path, monkeypatch):
     assert made.cells[-1].outputs[0].text.strip() == sys.executable
 
 
+@pytest.mark.slow
+def test_the_limit_is_of_the_whole_notebook_not_of_a_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "NOTEBOOKS", tmp_path / "notebooks")
+    cells = ["import time\ntime.sleep(4)"] * 4
+    write_notebook(tmp_path / "notebooks" / "00_environment.ipynb", PARAMETERS, *cells)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with runner.private_kernel(run_dir):
+        outcome = runner.execute(run_dir, "environment", False, Settings(), None, runner.Console(None, io.StringIO()), 9)
+    assert (outcome.status, outcome.message) == ("timeout", "not done after 9 s")
+    done = nbformat.read(run_dir / "notebooks" / "00_environment.ipynb", as_version=4)
+    assert [bool(c.execution_count) for c in done.cells if c.cell_type == "code"][-1] is False, "the last was never begun"
+
+
 # --------------------------------------------------------------------------------------------- workloads
 
 

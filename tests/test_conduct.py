@@ -22,7 +22,7 @@ def machine(monkeypatch, config):
     class Machine:
         found, ran, ends, polled = CPU, [], {}, []
 
-        def plan(self, settings: Settings) -> dict:
+        def plan(self, settings: Settings, prefix=()) -> dict:
             selection = targets.resolve(settings.target, self.found, config)
             spec = workload.load(settings.workload)
             return {"target": {"found": self.found.to_json(), **selection.to_json()}, "workload": spec.to_json(),
@@ -42,6 +42,7 @@ def machine(monkeypatch, config):
     made = Machine()
     made.ran, made.ends, made.polled = [], {}, []
     monkeypatch.setattr(runner, "plan", made.plan)
+    monkeypatch.setattr(runner, "recorded", lambda *_: True)
     monkeypatch.setattr(runner, "execute", made.execute)
     monkeypatch.setattr(conduct.poller, "start", made.start)
     monkeypatch.setattr(conduct.fingerprint, "head", lambda env, info: "fingerprint")
@@ -135,6 +136,9 @@ def test_a_gpu_that_cannot_be_used_is_loud(capsys, machine, root):
     (["--iterations", "0"], ["--iterations"]),
     (["--iterations", "x"], ["--iterations"]),
     (["--stat-interval", "0"], ["--stat-interval"]),
+    (["--stat-interval", "nan"], ["--stat-interval"]),
+    (["--iterations", "10000"], ["--iterations"]),
+    (["--families", "all compute"], ["'all' names families itself"]),
     (["--run-timeout-s", "-1"], ["--run-timeout-s"]),
     (["--all", "--families", "compute"], ["--all is every family"]),
     (["--all", "--workload", "smoke"], ["--all is every family"]),
@@ -187,6 +191,8 @@ def test_a_run_is_gone_on_with_as_it_was_begun(capsys, machine, root, ended, how
     (["--depth", "1"], ["--depth is 1"]),
     (["--target", "mi300x"], ["--target is 'mi300x'"]),
     (["--require-gpu"], ["measures a CPU"]),
+    (["--numactl", "--localalloc"], ["--numactl is '--localalloc'", "begun with None"]),
+    (["--reference-model", "wan2_2_ti2v_5b", "--workload", "smoke"], ["brings its own workload"]),
 ])  # fmt: skip
 def test_other_settings_are_refused(capsys, machine, root, ended, arguments, words):
     before = (ended / "run.json").read_bytes()
@@ -199,6 +205,7 @@ def test_the_same_settings_and_more_iterations_are_taken(capsys, machine, root, 
     same = ["--budget", "quick", "--families", "environment, ops compute"]
     code, _, _ = escher(capsys, "run", "--results-dir", root, "--resume", ended, *same, "--iterations", 2, "--no-stat")
     assert code == 0 and len(machine.ran) == 5 and machine.polled == []
+    assert records.read_json(ended / "run.json")["tuning"]["stat_interval_s"] is None, "what was asked for now is recorded"
     code, _, err = escher(capsys, "run", "--results-dir", root, "--resume", ended, "--iterations", 1)
     assert code == 2 and "begun with 2: give at least as many" in err
 
@@ -207,13 +214,22 @@ def test_the_same_settings_and_more_iterations_are_taken(capsys, machine, root, 
     ({"schema": 0}, "schema 0"), ({"schema": None}, "schema None"), ({"method": METHOD + 1}, f"method {METHOD + 1}"),
     ({"source": "synthetic"}, "nothing of it was measured"), ({"settings": {"budgett": 1}}, "budgett"),
     ({"families": ["nope"]}, "unknown family 'nope'"), ({"families": None}, "cannot be gone on with"),
-    ({"tuning": 7}, "cannot be gone on with"),
+    ({"tuning": 7}, "cannot be gone on with"), ({"tuning": {"numactl": 3}}, "tuning.numactl is 3"),
+    ({"iterations": "x"}, "iterations"), ({"iterations": -1}, "iterations"),
+    ({"nps": "NPS4"}, "begun with nps 'NPS4', now it is None"),
 ])  # fmt: skip
 def test_a_run_of_another_kind_is_not_gone_on_with(capsys, machine, root, ended, change, words):
     path = ended / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **change}), "utf-8")
     code, _, err = escher(capsys, "run", "--results-dir", root, "--resume", ended)
     assert code == 2 and words in err and "Traceback" not in err and machine.ran == []
+
+
+@pytest.mark.parametrize("text", ['{"environment": {"status": "ok", "iterations": [1]}}', "[]", '{"compute": 3}'])
+def test_a_damaged_status_is_one_line(capsys, machine, root, ended, text):
+    (ended / "status.json").write_text(text, "utf-8")
+    code, _, err = escher(capsys, "run", "--results-dir", root, "--resume", ended)
+    assert code == 2 and "status.json" in err and "Traceback" not in err and machine.ran == []
 
 
 def test_an_older_run_without_the_newer_keys_can_be_gone_on_with(ended):

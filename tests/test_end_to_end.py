@@ -506,6 +506,23 @@ def test_two_runs_at_once_one_killed_and_gone_on_with(tmp_path):
     assert [r.iteration for r in run.iterations] == [1, 2] and run.status["environment"]["status"] == "ok"
 
 
+@pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset to stand in for numactl")
+def test_a_run_under_numactl_is_planned_for_the_cpus_it_is_bound_to(tmp_path):
+    tool, cpu = tmp_path / "bin" / "numactl", min(os.sched_getaffinity(0))
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\n[ "$1" = --physcpubind={cpu} ] || exit 1\nshift\nexec taskset -c {cpu} "$@"\n', "utf-8")
+    tool.chmod(0o755)
+    environ = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    wanted = ("--families", "environment", "--numactl", f"--physcpubind={cpu}", "--results-dir", tmp_path / "results")
+    done = escher("run", *MEASURE, *wanted, environ=environ, timeout=240)
+    assert done.returncode == 0, done.stderr
+    [run_dir] = runs_in(tmp_path / "results")
+    run = derive.load(run_dir)
+    assert run.env["host"]["cpus"]["affinity"] == [cpu] and run.found.compute_units == 1
+    assert run.files["environment"].run.parameters["affinity"] == [cpu]
+    assert run.info["tuning"]["numactl"] == f"--physcpubind={cpu}"
+
+
 # --------------------------------------------------------------------------------------------- no room
 
 

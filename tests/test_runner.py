@@ -54,6 +54,7 @@ def notebooks(monkeypatch):
 
     made = Notebooks()
     monkeypatch.setattr(runner, "execute", made)
+    monkeypatch.setattr(runner, "recorded", lambda *_: True)
     return made
 
 
@@ -70,8 +71,8 @@ def test_benchmark_is_what_is_numbered_up_to_six_and_all_is_every_family(monkeyp
     monkeypatch.setattr(runner, "families", lambda: dict.fromkeys(known))
     assert runner.choose(None) == runner.choose("benchmark") == list("abcdefg")
     assert runner.choose("all") == list("abcdefghi") and runner.choose("i, b") == ["b", "i"]
-    for text in ("nope", "all compute", "benchmark a"):
-        with pytest.raises(RunError, match="unknown family"):
+    for text, why in (("nope", "unknown family"), ("all a", "stands alone"), ("benchmark a", "stands alone")):
+        with pytest.raises(RunError, match=why):
             runner.choose(text)
 
 
@@ -128,6 +129,51 @@ def test_a_run_that_was_killed_while_it_measured_goes_on_there(run_dir, notebook
     })  # fmt: skip
     runner.measure(run_dir, FAMILIES, Settings(), Lines(), resume=True)
     assert notebooks.ran == [("compute", 1, True)]
+
+
+def test_a_family_whose_file_was_deleted_is_measured_again(run_dir, notebooks, monkeypatch):
+    """As the message about a damaged file advises."""
+    runner.measure(run_dir, FAMILIES, Settings(), Lines())
+    notebooks.ran.clear()
+    monkeypatch.setattr(runner, "recorded", lambda _, family: family != "compute")
+    runner.measure(run_dir, FAMILIES, Settings(), Lines(), resume=True)
+    assert notebooks.ran == [("compute", 1, True)]
+
+
+def test_time_of_a_resumed_family_counts_what_was_spent_before(run_dir, notebooks):
+    notebooks.ends["compute", 1] = Outcome("timeout", "", 30.0)
+    runner.measure(run_dir, FAMILIES, Settings(), Lines())
+    notebooks.ends.clear()
+    told = []
+    found = runner.measure(run_dir, FAMILIES, Settings(), Lines(), resume=True, after=told.append)
+    assert found["compute"]["seconds"] == 32.0 and told == [1]
+    runner.measure(run_dir, FAMILIES, Settings(), Lines(), resume=True, after=told.append)
+    assert told == [1], "an iteration that is whole is not told again"
+
+
+def test_nothing_of_a_family_lives_while_the_next_is_measured(run_dir, monkeypatch):
+    alive = []
+
+    def leaves_a_child(run_dir, family, *_, **__):
+        alive.append([p.pid for p in psutil.Process().children(recursive=True)])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        return Outcome("died", "killed", 1.0)
+
+    monkeypatch.setattr(runner, "execute", leaves_a_child)
+    runner.measure(run_dir, FAMILIES, Settings(), Lines())
+    assert alive[0] == alive[1]
+
+
+def test_a_console_that_is_gone_does_not_end_a_run(run_dir):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stream:
+        console = Console(run_dir / "raw" / "run.log", stream)
+        console("a line")
+        console("another")
+        console.close()
+        assert "a line\nanother" in (run_dir / "raw" / "run.log").read_text("utf-8")
+        stream.close = lambda: None  # its buffer cannot be written any more
 
 
 def test_more_iterations_can_be_added(run_dir, notebooks):

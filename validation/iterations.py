@@ -25,6 +25,8 @@ SUFFIX = {"FLOP/s": "flop_s", "B/s": "bytes_s", "fraction": "frac", "s": "s", "B
 PERSONS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "fraction": (0.01, "%"), "s": (1.0, "s"), "B": (2.0**30, "GiB")}
 NOTHING = "n/a"
 
+FILE = "iterations.json"  # of a run
+
 
 def summary(run: LoadedRun) -> dict[str, Any]:
     """iterations.json, in base units. A headline's `values` and `reasons` have one entry an iteration: its value, or null
